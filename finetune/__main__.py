@@ -1,0 +1,7 @@
+"""``python -m finetune``."""
+
+import sys
+
+from finetune.cli import main
+
+sys.exit(main())
