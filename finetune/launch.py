@@ -1,0 +1,362 @@
+"""How this process was launched: its profile, its gradient accumulation, its share of the machine.
+
+A launch profile is an Accelerate YAML. Accelerate's schema has one slot for gradient accumulation,
+``deepspeed_config``, and its launcher tells the script nothing about the profile, so the profile is found from the
+launching process's command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import yaml
+
+from finetune.config import nearest
+from finetune.errors import ConfigError, LaunchError, TrainingError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+PROFILE_VARIABLE = "FINETUNE_PROFILE"
+ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is known about the launch of this process, before any distributed group exists."""
+
+    profile: Path | None = None
+    """The Accelerate YAML, or None when the process was started without a launcher."""
+    num_processes: int | None = None
+    """Processes that were asked for over all machines."""
+    profile_accumulation: int | None = None
+    """gradient_accumulation_steps of the profile."""
+    launcher_accumulation: int | None = None
+    """--gradient_accumulation_steps on the launcher's command line."""
+    threads_set_by_user: bool = False
+    """Whether OMP_NUM_THREADS comes from the user and not from the launcher."""
+
+
+def profiles_folder() -> Path:
+    """Folder of the shipped launch profiles: in the wheel inside the package, in a checkout beside it."""
+    package = Path(str(importlib.resources.files("finetune")))
+    inside = package / "accelerate_configs"
+    return inside if inside.is_dir() else package.parent / "accelerate_configs"
+
+
+def profile_path(name: str) -> Path:
+    """Path of a launch profile given as a file or as the name of a shipped one.
+
+    Raises:
+        LaunchError: when it is neither; the message lists the shipped profiles.
+    """
+    if os.path.isfile(name):
+        return Path(name).resolve()
+    shipped = {path.stem: path for path in sorted(profiles_folder().glob("*.yaml"))}
+    if name in shipped:
+        return shipped[name]
+    raise LaunchError(
+        f"--profile {name}: no such file, and no shipped profile of that name{nearest(name, shipped)} "
+        f"(profiles: {', '.join(shipped)})"
+    )
+
+
+def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Find out how this process was launched."""
+    if PROFILE_VARIABLE in environ:  # `finetune train --profile` launched us and says so
+        profile = Path(environ[PROFILE_VARIABLE])
+        asked = environ.get(PROFILE_VARIABLE + "_PROCESSES")
+        parent_environ: Mapping[str, str] = environ if environ.get(PROFILE_VARIABLE + "_THREADS") else {}
+        return _launch_from(profile, int(asked) if asked else None, None, parent_environ)
+    for ancestor in _ancestors():
+        with contextlib.suppress(psutil.Error):
+            arguments = launcher_arguments(ancestor.cmdline())
+            if arguments is not None:
+                options = _parse_launcher(arguments)
+                # With --cpu and no --config_file, the launcher does not look at the default file.
+                profile_name = options.config_file or (None if options.cpu else _default_profile())
+                folder = ancestor.cwd()
+                return _launch_from(
+                    Path(folder, profile_name) if profile_name else None,
+                    options.num_processes,
+                    options.gradient_accumulation_steps,
+                    ancestor.environ(),
+                )
+    return Launch(threads_set_by_user="OMP_NUM_THREADS" in environ)
+
+
+def _ancestors() -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        yield from psutil.Process().parents()
+
+
+def launcher_arguments(command: Sequence[str]) -> list[str] | None:
+    """The arguments after ``accelerate launch`` in a command line; None when it is another program's."""
+    words = list(command)
+    if words and re.match(r"(python|pypy)[0-9.]*[a-z]?(\.exe)?$", os.path.basename(words[0]).lower()):
+        words = _after_interpreter(words[1:])
+    if not words:
+        return None
+    program = os.path.basename(words[0]).removesuffix(".exe").removesuffix("-script.py")
+    if program in ("accelerate", "accelerate.commands.accelerate_cli") and words[1:2] == ["launch"]:
+        return words[2:]
+    in_source = words[0].endswith(os.path.join("accelerate", "commands", "launch.py"))
+    return words[1:] if in_source or program in ("accelerate-launch", "accelerate.commands.launch") else None
+
+
+def _after_interpreter(words: list[str]) -> list[str]:
+    """The script or module that Python runs, and its arguments."""
+    while words and words[0].startswith("-"):
+        if words[0].startswith("-m"):
+            return [words[0][2:], *words[1:]] if len(words[0]) > 2 else words[1:]
+        words = words[2 if words[0] in ("-W", "-X", "--check-hash-based-pycs") else 1 :]
+    return words
+
+
+def _parse_launcher(arguments: list[str]) -> Any:
+    """Read launcher options with Accelerate's own parser, so that every spelling it takes is understood."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    parser.set_defaults(gradient_accumulation_steps=None)
+    return parser.parse_known_args(arguments)[0]
+
+
+def _default_profile() -> str | None:
+    """Accelerate's default config file, which the launcher reads when no --config_file is given."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    return default_config_file if os.path.isfile(default_config_file) else None
+
+
+def _launch_from(
+    profile: Path | None, num_processes: int | None, accumulation: int | str | None, environ: Mapping[str, str]
+) -> Launch:
+    content = _read_profile(profile) if profile else {}
+    asked = num_processes if num_processes is not None else content.get("num_processes")
+    section = content.get("deepspeed_config") or {}
+    if not isinstance(section, dict):
+        raise LaunchError(f"launch profile {profile}: deepspeed_config is {section!r}: it must hold settings below it")
+    slot = section.get("gradient_accumulation_steps")
+    return Launch(
+        profile=profile,
+        num_processes=None if asked is None else int(asked),
+        profile_accumulation=None if slot is None else _steps(slot, f"{profile}: deepspeed_config"),
+        launcher_accumulation=None if accumulation is None else _steps(accumulation, "accelerate launch"),
+        threads_set_by_user="OMP_NUM_THREADS" in environ,
+    )
+
+
+def _read_profile(profile: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(profile.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LaunchError(f"launch profile {profile} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise LaunchError(f"launch profile {profile} is not an Accelerate config: make one with `accelerate config`")
+    return content
+
+
+def _steps(value: object, source: str) -> int:
+    try:
+        steps = int(str(value))
+    except ValueError:
+        steps = 0
+    if steps < 1:
+        raise LaunchError(f"gradient_accumulation_steps is {value!r} ({source}): it must be an integer of at least 1")
+    return steps
+
+
+def resolve_accumulation(
+    launch: Launch, configured: int | None, origin: str, environ: Mapping[str, str] = os.environ
+) -> tuple[int | None, str]:
+    """Gradient accumulation and where it comes from; ``(None, "default")`` when nobody says anything.
+
+    Order: our command line, the launcher's command line, the environment variable, the profile, the run config.
+
+    Args:
+        launch: how this process was launched.
+        configured: ``train.gradient_accumulation_steps``.
+        origin: ``"command line"`` or the path of the YAML that set it.
+        environ: environment variables.
+
+    Raises:
+        ConfigError: when the profile and the run config disagree and nothing above them decides.
+    """
+    if configured is not None and origin == "command line":
+        return configured, "command line"
+    if launch.launcher_accumulation is not None:
+        return launch.launcher_accumulation, "accelerate launch --gradient_accumulation_steps"
+    if environ.get(ACCUMULATION_VARIABLE):
+        return _steps(environ[ACCUMULATION_VARIABLE], ACCUMULATION_VARIABLE), ACCUMULATION_VARIABLE
+    in_profile = launch.profile_accumulation
+    if in_profile is not None and configured is not None and in_profile != configured:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {configured} in {origin} but {in_profile} in the launch profile "
+            f"{launch.profile}: make them equal, drop one, or decide with --train.gradient_accumulation_steps"
+        )
+    if in_profile is not None:
+        return in_profile, f"profile {launch.profile.stem if launch.profile else ''}"
+    return (configured, origin) if configured is not None else (None, "default")
+
+
+def on_cpu() -> bool:
+    """Whether the job runs on CPUs: no accelerator here, the user asked for it, or several processes on a Mac."""
+    import torch
+
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on"):
+        return True
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return kind is None or (kind.type == "mps" and world_size() > 1)
+
+
+def world_size() -> int:
+    """Processes of this job according to the launcher's environment."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Processes of this job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0, also before any distributed group exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_before_start(launch: Launch) -> None:
+    """Refuse a launch that cannot work, before any process waits for another one.
+
+    Raises:
+        LaunchError: more processes than GPUs on this machine, or a precision that the device does not have.
+    """
+    import torch
+
+    local = local_world_size()
+    where = f"launch profile {launch.profile}" if launch.profile else "the launcher"
+    if not on_cpu() and torch.cuda.is_available() and local > torch.cuda.device_count():
+        raise LaunchError(
+            f"{where} starts {local} processes on this machine, which has {torch.cuda.device_count()} GPU(s): "
+            f"use --num_processes {torch.cuda.device_count()}, or try it out on the CPU with ACCELERATE_USE_CPU=1"
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "fp16" and on_cpu():
+        raise LaunchError(f"mixed_precision is fp16 in {where}, which needs a GPU: use bf16 or no on the CPU")
+    if precision == "bf16" and not on_cpu() and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+        name = torch.cuda.get_device_name()
+        raise LaunchError(f"mixed_precision is bf16 in {where}, which {name} does not have: use fp16")
+
+
+def build_accelerator() -> Accelerator:
+    """Accelerator for this launch.
+
+    ``cpu=True`` without a GPU lets a multi-GPU profile connect its processes over gloo; the plugin keeps
+    ACCELERATE_GRADIENT_ACCUMULATION_STEPS from scaling the loss a second time, since the loop accumulates by itself.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+    return Accelerator(
+        cpu=on_cpu(),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+
+
+def check_connected(launch: Launch, accelerator: Accelerator) -> None:
+    """Refuse copies that train side by side without knowing of each other.
+
+    Raises:
+        LaunchError: the group's size is not what the launcher started or the profile asks for.
+    """
+    expected = {"the launcher started": world_size()}
+    if launch.num_processes is not None:
+        expected[f"{launch.profile or 'accelerate launch'} asks for"] = launch.num_processes
+    for who, count in expected.items():
+        if count != accelerator.num_processes:
+            raise LaunchError(
+                f"{who} {count} processes, but {accelerator.num_processes} are connected: several processes need "
+                "distributed_type MULTI_GPU in the profile (it runs on CPUs too; see accelerate_configs/ddp2.yaml)"
+            )
+
+
+def use_all_cores(launch: Launch) -> int:
+    """Give each process its share of the cores; returns the number of threads.
+
+    Launchers set OMP_NUM_THREADS=1 whatever the machine; a value that the user set is kept.
+    """
+    import torch
+
+    if not launch.threads_set_by_user:
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else (os.cpu_count() or 1)
+        torch.set_num_threads(max(1, cores // local_world_size()))
+    return torch.get_num_threads()
+
+
+def relaunch(profile: str, program: Sequence[str], num_processes: int | None = None) -> int:
+    """Run ``finetune PROGRAM…`` under ``accelerate launch`` with a profile and return its exit code.
+
+    The launcher runs in this process: its own account of a worker's exit would only bury the message that the worker
+    has already printed.
+    """
+    path = profile_path(profile)
+    if "LOCAL_RANK" in os.environ:
+        raise LaunchError(f"--profile {profile}: this process was launched already: leave out one of the two launches")
+    _read_profile(path)
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ[PROFILE_VARIABLE] = str(path)
+    os.environ[PROFILE_VARIABLE + "_PROCESSES"] = "" if num_processes is None else str(num_processes)
+    os.environ[PROFILE_VARIABLE + "_THREADS"] = "1" if "OMP_NUM_THREADS" in os.environ else ""
+    options = ["--config_file", str(path)]
+    options += [] if num_processes is None else ["--num_processes", str(num_processes)]
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        launch_command(launch_command_parser().parse_args([*options, "-m", "finetune", *program]))
+    except ChildFailedError as error:
+        return _exit_code(max(failure.exitcode for failure in error.failures.values()))
+    except subprocess.CalledProcessError as error:
+        return _exit_code(error.returncode)
+    except SignalException as error:  # Ctrl-C, or the scheduler ends the job
+        return 128 + error.sigval
+    except ValueError as error:
+        raise LaunchError(f"accelerate launch refuses the profile {path}: {error}") from None
+    return 0
+
+
+def _exit_code(code: int) -> int:
+    """A failed worker's exit code; one that a signal ended has said nothing, so that is said here."""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        hint = ": is the machine out of memory?" if name == "SIGKILL" else ""
+        raise TrainingError(f"a training process was ended by {name}{hint}")
+    return code or 1
+
+
+def leave_with_error(message: str, seconds: float = 10.0) -> int:
+    """Print a user's error once per job; returns the exit code 2.
+
+    The launcher ends all ranks when the first one exits. So the others wait for rank 0 to speak, and speak up
+    themselves only when they are still there after that: then the error was theirs alone.
+    """
+    if not is_main_process():
+        time.sleep(seconds)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 2
