@@ -1,0 +1,70 @@
+"""Model + rows -> logits of every row -> metrics, the same whatever the number of processes or the batch size."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from finetune.data.loader import EvalLoader
+from finetune.distributed import on_main_process
+from finetune.loss import example_losses
+from finetune.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the model says of each dev row, and the metrics of that.
+
+    ``logits`` is float32 ``[rows, num_labels]`` in file order; ``metrics`` holds ``loss`` and every configured metric;
+    ``seconds`` is the wall time.
+    """
+
+    logits: NDArray[np.float32]
+    metrics: dict[str, float]
+    seconds: float
+
+
+def predict_logits(accelerator: Accelerator, model: PreTrainedModel, loader: EvalLoader) -> NDArray[np.float32]:
+    """Logits ``[rows, num_labels]`` of all rows in file order, on every rank.
+
+    Each rank computes its share; the shares are padded to one size by repeating a row, gathered once, and placed by
+    row number, so that a repeated row changes nothing.
+    """
+    model.train(False)
+    rows: list[NDArray[np.int64]] = []
+    logits: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for batch_rows, batch in loader:
+            logits.append(model(**batch.inputs).logits.float())
+            rows.append(batch_rows)
+    num_rows, num_labels = len(loader.examples), int(model.config.num_labels or 1)
+    own = torch.cat([*logits, torch.zeros(0, num_labels, device=accelerator.device)])
+    own_rows = torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(accelerator.device)
+    missing = loader.largest_share - len(own)
+    placed = torch.empty(num_rows + 1, num_labels, device=accelerator.device)  # the last row takes the padding
+    own = torch.cat([own, own.new_zeros(missing, num_labels)])
+    own_rows = torch.cat([own_rows, own_rows.new_full((missing,), num_rows)])
+    placed[accelerator.gather(own_rows)] = accelerator.gather(own)
+    return placed[:num_rows].cpu().numpy()
+
+
+def evaluate(
+    accelerator: Accelerator, model: PreTrainedModel, loader: EvalLoader, metrics: Metrics, problem_type: str
+) -> Evaluation:
+    """Compute the metrics over exactly the rows of ``loader``; the same values on every rank."""
+    started = time.perf_counter()
+    logits = predict_logits(accelerator, model, loader)
+    values = on_main_process(accelerator, lambda: _judge(logits, loader.examples.labels, metrics, problem_type))
+    return Evaluation(logits, values, time.perf_counter() - started)
+
+
+def _judge(logits: NDArray[np.float32], labels: NDArray[Any], metrics: Metrics, problem_type: str) -> dict[str, float]:
+    losses = example_losses(torch.from_numpy(logits), torch.from_numpy(labels), problem_type)
+    return {"loss": float(losses.double().sum()) / len(losses), **metrics.compute(logits, labels)}
