@@ -1,0 +1,87 @@
+"""The plan: what a run is going to do, in words, before it does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from finetune.config import Config
+from finetune.data.batching import TrainingLength
+from finetune.data.splits import Splits
+from finetune.data.tokenize import TokenizedTexts
+from finetune.data.tsv import Table
+from finetune.model import LoadedModel
+from finetune.run_folder import LaunchRecord
+
+MAX_CLASSES = 12  # classes that the plan counts one by one
+
+
+def describe_plan(
+    config: Config,
+    splits: Splits,
+    train_texts: TokenizedTexts,
+    dev_texts: TokenizedTexts,
+    loaded: LoadedModel,
+    length: TrainingLength,
+    learning_rate: str,
+    record: LaunchRecord,
+) -> dict[str, str | list[str]]:
+    """``{name: line or lines}`` for :func:`finetune.console.print_plan`."""
+    dev_files = (
+        "" if config.data.validation_file else f" ({100 * config.data.validation_split:g}% of the training rows)"
+    )
+    return {
+        "train": [f"{_files(splits.train)}: {len(train_texts):,} rows", *splits.train.notes],
+        "dev": [
+            f"{_files(splits.dev)}: {len(dev_texts):,} rows{dev_files}",
+            *(splits.dev.notes if config.data.validation_file else ()),
+        ],
+        "labels": _labels(splits),
+        "tokens": [f"max_length {loaded.max_length}", *map(_lengths, ("train", "dev"), (train_texts, dev_texts))],
+        "model": [f"{config.model.name_or_path}: {_model(loaded)}", *loaded.notes],
+        "batch": (
+            f"{record.global_batch_size} = {record.per_device_train_batch_size} per device x {record.num_processes} "
+            f"process(es) x {record.gradient_accumulation_steps} accumulation ({record.gradient_accumulation_source})"
+        ),
+        "steps": (
+            f"{length.total_steps:,} optimizer steps, {length.steps_per_epoch:,} an epoch; "
+            f"evaluated {len(length.evaluation_steps)} time(s)"
+        ),
+        "learning rate": learning_rate,
+        "machine": (
+            f"{record.num_processes} x {record.device_name}, {record.threads_per_process} CPU thread(s) each, "
+            f"precision {'float32' if record.mixed_precision == 'no' else record.mixed_precision}"
+        ),
+    }
+
+
+def _files(table: Table) -> str:
+    first = Path(table.files[0]).name
+    return first if len(table.files) == 1 else f"{first} and {len(table.files) - 1} more"
+
+
+def _labels(splits: Splits) -> str:
+    names, encoded = splits.labels.names, splits.train_labels
+    if not names:
+        return f"numbers from {encoded.min():g} to {encoded.max():g} (regression)"
+    counts = encoded.sum(axis=0) if encoded.ndim == 2 else np.bincount(encoded, minlength=len(names))
+    if len(names) > MAX_CLASSES:
+        return f"{len(names)} classes with {int(counts.min()):,} to {int(counts.max()):,} training rows"
+    return f"{len(names)} classes: " + ", ".join(f"{name} {int(n):,}" for name, n in zip(names, counts, strict=True))
+
+
+def _lengths(split: str, texts: TokenizedTexts) -> str:
+    median, most = np.percentile(texts.full_lengths, [50, 100])
+    line = f"{split}: median {median:.0f}, longest {most:.0f}"
+    if not texts.truncated_rows:
+        return line + "; nothing is cut"
+    rows, tokens = texts.truncated_rows / len(texts), texts.truncated_tokens / int(texts.full_lengths.sum())
+    return line + f"; {texts.truncated_rows:,} rows ({rows:.1%}) are cut and lose {tokens:.1%} of all tokens"
+
+
+def _model(loaded: LoadedModel) -> str:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in loaded.model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
+    share = "" if trained == total else f", {trained:,} of them trained"
+    return f"{type(loaded.model).__name__}, {total / 1e6:.1f} million parameters{share}"

@@ -1,0 +1,285 @@
+"""A training run from config to run folder: assembles all the parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import datasets
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.checkpoint import write_folder
+from finetune.config import Config, DataConfig, EvalConfig, ProblemType, validate
+from finetune.console import TrainingProgress, make_console, print_plan
+from finetune.data.batching import resolve_batch_sizes, training_length
+from finetune.data.loader import EvalLoader, Examples, TrainLoader
+from finetune.data.splits import Splits, read_splits
+from finetune.data.tokenize import TokenizedTexts, tokenize
+from finetune.distributed import disconnect, first_on_each_node, on_every_process, on_main_process
+from finetune.evaluation import Evaluation
+from finetune.launch import (
+    build_accelerator,
+    check_before_start,
+    check_connected,
+    find_launch,
+    local_world_size,
+    resolve_accumulation,
+    use_all_cores,
+)
+from finetune.loop import Training, TrainState, train
+from finetune.metrics import DEFAULT_METRICS, Metrics, default_metric_for_best_model, greater_is_better
+from finetune.model import InputSettings, LoadedModel, load_model, save_model
+from finetune.optim import LearningRateSchedule, build_optimizer, resolve_learning_rate
+from finetune.plan import describe_plan
+from finetune.results import Results
+from finetune.run_folder import LaunchRecord, choose_output_dir, launch_record, start_run_folder, write_json
+from finetune.throughput import Throughput
+from finetune.tracking import Trackers, start_trackers
+
+
+def run(config: Config, origin: Mapping[str, str]) -> Path:
+    """Train as ``config`` says; returns the run folder.
+
+    Args:
+        config: from :func:`finetune.config.parse`.
+        origin: where each value that is not a default came from.
+
+    Raises:
+        FinetuneError: for everything that the person can mend; on every rank when it is on one.
+    """
+    started = time.perf_counter()
+    validate(config)
+    datasets.disable_progress_bars()
+    launch = find_launch()
+    check_before_start(launch)
+    accelerator = build_accelerator()
+    check_connected(launch, accelerator)
+    threads = use_all_cores(launch)
+    console = make_console(visible=accelerator.is_main_process)
+
+    origin_of_accumulation = origin.get("train.gradient_accumulation_steps", "the run config")
+    accumulation, accumulation_source = resolve_accumulation(
+        launch, config.train.gradient_accumulation_steps, origin_of_accumulation
+    )
+    sizes = resolve_batch_sizes(
+        config.train.per_device_train_batch_size,
+        accumulation,
+        config.train.global_batch_size,
+        accelerator.num_processes,
+        accumulation_source,
+    )
+    metric = choose_best_metric(config.eval, config.data.problem_type)
+    output_dir = on_main_process(accelerator, lambda: choose_output_dir(config))
+
+    splits = first_on_each_node(accelerator, lambda: read_splits(config.data, config.train.seed))
+    metrics = on_every_process(accelerator, lambda: build_metrics(config.eval, splits))
+    set_seed(config.train.seed)  # before the model, so that a new head starts from the same weights on every rank
+    loaded = on_every_process(accelerator, lambda: load(config, splits))
+    inputs = input_settings(config.data, loaded)
+    train_texts, dev_texts = first_on_each_node(accelerator, lambda: tokenize_splits(splits, loaded, config.data))
+    set_seed(config.train.seed + accelerator.process_index)  # or every rank would drop out the same units
+
+    length = training_length(
+        len(train_texts),
+        sizes.global_batch,
+        config.train.num_train_epochs,
+        config.train.max_steps,
+        config.eval.evals_per_epoch,
+    )
+    rate, rate_origin = resolve_learning_rate(config.optim, sizes.global_batch, config.model.freeze_encoder)
+    optimizer = build_optimizer(loaded.model, config.optim, rate)
+    schedule = LearningRateSchedule(optimizer, config.optim, length.total_steps, metric.greater_is_better)
+    model, prepared_optimizer = accelerator.prepare(loaded.model, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        model.forward_sync_buffers = False  # no buffer of these models changes: a broadcast each step for nothing
+
+    record = launch_record(
+        profile=launch.profile,
+        sizes=sizes,
+        accumulation_source=accumulation_source,
+        num_machines=accelerator.num_processes // local_world_size(),
+        mixed_precision=accelerator.mixed_precision,
+        device=accelerator.device.type,
+        device_name=device_name(accelerator.device),
+        threads=threads,
+        seed=config.train.seed,
+    )
+    on_main_process(accelerator, lambda: start_run_folder(output_dir, config, record))
+    trackers = open_trackers(accelerator, config, output_dir, record)
+    with trackers, TrainingProgress(console, length.total_steps) as progress:
+        rate_plan = f"{rate:g} at its peak ({rate_origin}), {config.optim.lr_scheduler_type}"
+        rate_plan += f" after {schedule.warmup_steps} steps of warm-up"
+        plan = describe_plan(config, splits, train_texts, dev_texts, loaded, length, rate_plan, record)
+        print_plan(console, {**plan, "tracking": trackers.describe(), "run folder": str(output_dir)})
+        best = BestModel(accelerator, loaded, inputs, output_dir)
+        training = Training(
+            accelerator=accelerator,
+            model=model,
+            bare_model=accelerator.unwrap_model(model, keep_fp32_wrapper=True),
+            optimizer=prepared_optimizer,
+            schedule=schedule,
+            train_loader=TrainLoader(
+                Examples(train_texts, splits.train_labels),
+                loaded.tokenizer,
+                sizes,
+                rank=accelerator.process_index,
+                seed=config.train.seed,
+                device=accelerator.device,
+            ),
+            eval_loader=EvalLoader(
+                Examples(dev_texts, splits.dev_labels),
+                loaded.tokenizer,
+                config.eval.per_device_eval_batch_size,
+                rank=accelerator.process_index,
+                num_processes=accelerator.num_processes,
+                device=accelerator.device,
+            ),
+            metrics=metrics,
+            trackers=trackers,
+            progress=progress,
+            save_best=best.save,
+            problem_type=config.data.problem_type,
+            total_steps=length.total_steps,
+            evaluation_steps=length.evaluation_steps,
+            logging_steps=config.train.logging_steps,
+            max_grad_norm=config.train.max_grad_norm,
+            metric_for_best_model=metric.name,
+            greater_is_better=metric.greater_is_better,
+            early_stopping_patience=config.eval.early_stopping_patience,
+            throughput=Throughput(),
+        )
+        state = TrainState()
+        train(training, state)
+        on_main_process(accelerator, lambda: save_last(loaded, inputs, output_dir, state))
+        peak_memory = peak_memory_bytes(accelerator)
+        seconds = time.perf_counter() - started
+        if accelerator.is_main_process and best.evaluation is not None:
+            results = Results(splits, training, state, best.evaluation, record, peak_memory, seconds)
+            results.publish(console, output_dir)
+    disconnect(accelerator)
+    return output_dir
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """What picks the best model."""
+
+    name: str
+    greater_is_better: bool
+
+
+def choose_best_metric(config: EvalConfig, problem_type: ProblemType) -> BestMetric:
+    """``eval.metric_for_best_model`` and its direction, or what fits the kind of problem."""
+    name = (config.metric_for_best_model or default_metric_for_best_model(problem_type)).removeprefix("eval/")
+    return BestMetric(name, greater_is_better(name, config.greater_is_better))
+
+
+def build_metrics(config: EvalConfig, splits: Splits) -> Metrics:
+    """The metrics of ``eval.metrics``; the one that picks the best model is always among them."""
+    problem_type = splits.labels.problem_type
+    names = list(config.metrics if config.metrics is not None else DEFAULT_METRICS[problem_type])
+    best = choose_best_metric(config, splits.labels.problem_type).name  # type: ignore[arg-type]
+    if best != "loss" and best not in names:
+        names.append(best)
+    return Metrics(names, problem_type=problem_type, num_labels=splits.labels.num_labels)
+
+
+def load(config: Config, splits: Splits) -> LoadedModel:
+    """The checkpoint with a head for these labels."""
+    return load_model(
+        config.model.name_or_path or "",
+        label_names=splits.labels.names,
+        problem_type=config.data.problem_type,
+        max_length=config.data.max_length,
+        freeze_encoder=config.model.freeze_encoder,
+    )
+
+
+def tokenize_splits(splits: Splits, loaded: LoadedModel, config: DataConfig) -> tuple[TokenizedTexts, TokenizedTexts]:
+    """Token ids of both splits."""
+    train_texts, dev_texts = (
+        tokenize(table.dataset, loaded.tokenizer, max_length=loaded.max_length, cache_dir=config.cache_dir)
+        for table in (splits.train, splits.dev)
+    )
+    return train_texts, dev_texts
+
+
+def input_settings(config: DataConfig, loaded: LoadedModel) -> InputSettings:
+    """What a saved model has to remember about its inputs."""
+    return InputSettings(
+        text_column=config.text_column,
+        text_pair_column=config.text_pair_column,
+        label_column=config.label_column,
+        max_length=loaded.max_length,
+        problem_type=config.problem_type,
+        label_separator=config.label_separator,
+    )
+
+
+def open_trackers(accelerator: Accelerator, config: Config, output_dir: Path, record: LaunchRecord) -> Trackers:
+    """Real trackers on rank 0, silent ones elsewhere."""
+    opened: list[Trackers] = []
+    on_main_process(
+        accelerator,
+        lambda: opened.append(
+            start_trackers(
+                config.tracking.trackers,
+                output_dir=output_dir,
+                config={**config.to_dict(), "launch": asdict(record)},
+                project=config.tracking.project,
+                run_name=config.tracking.run_name or output_dir.name,
+                group=config.tracking.group,
+                tags=config.tracking.tags,
+            )
+        ),
+    )
+    return opened[0] if opened else Trackers()
+
+
+class BestModel:
+    """Keeps the best model of the run in ``best/``, and its evaluation."""
+
+    def __init__(self, accelerator: Accelerator, loaded: LoadedModel, inputs: InputSettings, output_dir: Path) -> None:
+        self._accelerator, self._loaded, self._inputs = accelerator, loaded, inputs
+        self._folder = output_dir / "best"
+        self.evaluation: Evaluation | None = None
+
+    def save(self, evaluation: Evaluation) -> None:
+        """Called on every rank when an evaluation is the best so far."""
+        self.evaluation = evaluation
+        on_main_process(self._accelerator, lambda: _save(self._folder, self._loaded, self._inputs))
+
+
+def _save(folder: Path, loaded: LoadedModel, inputs: InputSettings) -> None:
+    write_folder(folder, lambda staged: save_model(staged, loaded.model, loaded.tokenizer, inputs))
+
+
+def save_last(loaded: LoadedModel, inputs: InputSettings, output_dir: Path, state: TrainState) -> None:
+    """The weights after the last step, with the state of training."""
+
+    def write(folder: Path) -> None:
+        save_model(folder, loaded.model, loaded.tokenizer, inputs)
+        write_json(folder / "train_state.json", asdict(state))
+
+    write_folder(output_dir / "checkpoints" / f"step-{state.global_step:08d}", write)
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's own name, else CPU or the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def peak_memory_bytes(accelerator: Accelerator) -> int:
+    """Largest peak of any rank: memory allocated on a GPU, resident memory of a CPU process; a collective."""
+    if accelerator.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated()
+    else:
+        import resource
+
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(accelerator.gather(torch.tensor([own], device=accelerator.device)).max())

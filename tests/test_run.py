@@ -1,0 +1,385 @@
+"""The whole program, launched for real: same weights on every launch profile, every profile, files, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPOSITORY, Finetune, make_checkpoint, reviews, write_tsv
+from safetensors.torch import load_file
+
+QUIET = ("--tracking.trackers", "[]")
+
+
+def options(files: tuple[Path, Path], checkpoint: Path, output: str, **more: object) -> list[str]:
+    """Arguments of ``finetune train`` for a short run; ``optim__learning_rate=1`` becomes ``--optim.learning_rate 1``."""
+    train_file, validation_file = files
+    settings: dict[str, object] = {
+        "data.train_file": train_file,
+        "data.validation_file": validation_file,
+        "data.max_length": 16,
+        "model.name_or_path": checkpoint,
+        "train.output_dir": output,
+        "optim.learning_rate": 1e-3,
+        **{name.replace("__", "."): value for name, value in more.items()},
+    }
+    return ["train", *QUIET, *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+
+
+def launch_record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "launch.json").read_text())
+
+
+def logged(folder: Path, name: str) -> dict[int, float]:
+    """``{step: value}`` of one metric."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def last_weights(folder: Path) -> dict[str, torch.Tensor]:
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    return load_file(checkpoint / "model.safetensors")
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_same_weights_whatever_the_processes_and_the_accumulation(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    # 37 rows in global batches of 20: the second step of each epoch has 17 rows, which no share divides evenly.
+    common = {"train__global_batch_size": 20, "train__num_train_epochs": 2, "train__logging_steps": 1}
+    launches = {"whole": ("cpu", 1), "1x2": ("cpu", 2), "2x1": ("ddp2", 1), "2x5": ("ddp2", 5)}
+    for name, (profile, accumulation) in launches.items():
+        more = {"train__gradient_accumulation_steps": accumulation}
+        succeeded(finetune(*options(review_files, bert, name, **common, **more), profile=profile))
+        record = launch_record(tmp_path / name)
+        assert record["num_processes"] == (2 if profile == "ddp2" else 1)
+        assert record["gradient_accumulation_steps"] == accumulation
+        assert record["global_batch_size"] == 20
+
+    whole = last_weights(tmp_path / "whole")
+    start = load_file(bert / "model.safetensors")
+    assert max((whole[f"bert.{name}"] - tensor).abs().max() for name, tensor in start.items()) > 1e-3  # it did train
+    for name in ("1x2", "2x1", "2x5"):
+        weights = last_weights(tmp_path / name)
+        assert weights.keys() == whole.keys()
+        for key, tensor in weights.items():
+            torch.testing.assert_close(
+                tensor, whole[key], rtol=0, atol=1e-5, msg=lambda m, k=key, n=name: f"{n} {k} {m}"
+            )
+        for metric in ("train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"):
+            series, expected = logged(tmp_path / name, metric), logged(tmp_path / "whole", metric)
+            assert list(series) == list(expected) == ([2, 4] if metric.startswith("eval") else [1, 2, 3, 4])
+            assert list(series.values()) == pytest.approx(list(expected.values()), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("profile", "processes", "accumulation"),
+    [
+        ("cpu", 1, 1),
+        ("single_gpu", 1, 1),
+        ("single_gpu_accum", 1, 4),
+        ("ddp2", 2, 1),
+        ("ddp2_accum10", 2, 10),
+        ("ddp8", 8, 1),
+    ],
+)
+def test_shipped_profile(
+    tmp_path: Path,
+    finetune: Finetune,
+    review_files: tuple[Path, Path],
+    bert: Path,
+    profile: str,
+    processes: int,
+    accumulation: int,
+) -> None:
+    arguments = options(review_files, bert, "run", train__max_steps=1, train__per_device_train_batch_size=2)
+    done = succeeded(finetune(*arguments, profile=profile))
+    record = launch_record(tmp_path / "run")
+    assert record["profile"] == str(REPOSITORY / "accelerate_configs" / f"{profile}.yaml")
+    assert (record["num_processes"], record["gradient_accumulation_steps"]) == (processes, accumulation)
+    assert record["global_batch_size"] == 2 * processes * accumulation
+    assert done.stdout.count("Best model on 11 dev rows") == 1  # one process prints
+
+
+def test_multinode_profile(tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path) -> None:
+    """Both machines of the profile, here as two launchers on one."""
+    arguments = options(review_files, bert, "run", train__max_steps=1, train__per_device_train_batch_size=1)
+    port = str(30000 + os.getpid() % 20000)
+
+    def machine(rank: int) -> subprocess.CompletedProcess[str]:
+        place = ["--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        return finetune(*arguments, profile="multinode", launcher=place, timeout=500)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(machine, (0, 1)):
+            succeeded(done)
+    record = launch_record(tmp_path / "run")
+    assert (record["num_processes"], record["num_machines"]) == (16, 2)
+    assert record["gradient_accumulation_steps"] == 1
+
+
+def test_profile_option_is_the_same_as_accelerate_launch(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    arguments = options(review_files, bert, "run", train__max_steps=1, train__per_device_train_batch_size=1)
+    succeeded(finetune(*arguments, "--profile", "ddp2_accum10"))
+    record = launch_record(tmp_path / "run")
+    assert Path(record["profile"]).stem == "ddp2_accum10"
+    assert (record["num_processes"], record["gradient_accumulation_steps"]) == (2, 10)
+
+
+def test_train_save_reload(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], any_checkpoint: Path
+) -> None:
+    from transformers import pipeline
+
+    more = {"train__num_train_epochs": 4, "eval__evals_per_epoch": 2, "optim__learning_rate": 5e-3}
+    succeeded(finetune(*options(review_files, any_checkpoint, "run", **more)))
+    best = tmp_path / "run" / "best"
+    succeeded(finetune("predict", best, review_files[1], "--output", "out.tsv", "--eval.per_device_eval_batch_size", 3))
+    before = [line.split("\t") for line in (tmp_path / "run" / "predictions.tsv").read_text().splitlines()]
+    after = [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
+    assert before[0] == ["label", "prediction", "probability_neg", "probability_pos"]
+    assert after[0] == ["text", "label", "prediction", "probability_neg", "probability_pos"]
+    rows = [line.split("\t") for line in review_files[1].read_text().splitlines()[1:]]
+    assert [cells[:2] for cells in after[1:]] == rows
+    assert [cells[0] for cells in before[1:]] == [label for _, label in rows]
+    for old, new in zip(before[1:], after[1:], strict=True):
+        assert old[1] == new[2]
+        assert [float(x) for x in old[2:]] == pytest.approx([float(x) for x in new[3:]], abs=2e-6)
+    classify = pipeline("text-classification", model=str(best))
+    answers = classify([text for text, _ in rows], top_k=None)
+    for cells, answer in zip(after[1:], answers, strict=True):
+        scores = {each["label"]: each["score"] for each in answer}
+        assert scores == pytest.approx({"neg": float(cells[3]), "pos": float(cells[4])}, abs=1e-5)
+
+
+def test_run_folder(tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path) -> None:
+    more = {"train__num_train_epochs": 3, "train__per_device_train_batch_size": 8, "train__logging_steps": 2}
+    done = succeeded(finetune(*options(review_files, bert, "run", **more)))
+    run = tmp_path / "run"
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        "config.yaml", "launch.json", "metrics.jsonl", "checkpoints", "best", "predictions.tsv", "results.json",
+        "report.html",
+    }  # fmt: skip
+    steps = 5 * 3  # 37 rows in batches of 8, three epochs
+    assert sorted(logged(run, "train/loss")) == [2, 4, 6, 8, 10, 12, 14, 15]
+    assert sorted(logged(run, "eval/accuracy")) == [5, 10, 15]
+    results = json.loads((run / "results.json").read_text())
+    assert results["global_step"] == steps
+    assert results["dev_rows"] == 11
+    assert results["train_rows"] == 37
+    lines = [line.split("\t") for line in (run / "predictions.tsv").read_text().splitlines()[1:]]
+    right = sum(label == prediction for label, prediction, *_ in lines)
+    assert results["metrics"]["accuracy"]["value"] == pytest.approx(right / 11)
+    assert results["best_metric"] == max(logged(run, "eval/accuracy").values())
+    low, high = (results["metrics"]["accuracy"][side] for side in ("low", "high"))
+    assert low <= right / 11 <= high
+    # The plan comes before the first step and says what is about to be done.
+    plan, _, rest = done.stdout.partition("eval step 5")
+    assert (
+        "37 rows" in plan
+        and "8 = 8 per device x 1 process(es) x 1 accumulation" in plan
+        and "15 optimizer steps" in plan
+    )
+    assert "Best model on 11 dev rows" in rest
+    # The dumped config starts the same run again.
+    again = finetune("train", "--config", run / "config.yaml", "--train.output_dir", "again")
+    succeeded(again)
+    assert logged(tmp_path / "again", "train/loss") == logged(run, "train/loss")
+
+
+def test_existing_run_is_kept_unless_overwritten(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    arguments = options(review_files, bert, "run", train__max_steps=1)
+    succeeded(finetune(*arguments))
+    before = (tmp_path / "run" / "launch.json").stat().st_mtime_ns
+    refused = finetune(*arguments)
+    assert refused.returncode == 2
+    assert "--train.overwrite true" in refused.stderr and "Traceback" not in refused.stderr
+    assert (tmp_path / "run" / "launch.json").stat().st_mtime_ns == before
+    succeeded(finetune(*arguments, "--train.overwrite", "true"))
+    assert (tmp_path / "run" / "launch.json").stat().st_mtime_ns > before
+
+
+@pytest.mark.parametrize("kind", ["frozen", "plateau", "pairs", "held_back", "regression", "multi_label"])
+def test_variants_train(tmp_path: Path, finetune: Finetune, bert: Path, kind: str) -> None:
+    rows = reviews(40)
+    header, more = ("text", "label"), {"train__num_train_epochs": 2, "eval__evals_per_epoch": 2}
+    if kind == "frozen":
+        more["model__freeze_encoder"] = "true"
+    elif kind == "plateau":
+        more |= {"optim__lr_scheduler_type": "plateau", "optim__plateau_patience": 0, "optim__learning_rate": 0}
+    elif kind == "pairs":
+        rows = [(f"{text}", text[::-1], label) for text, label in rows]
+        header, more["data__text_pair_column"] = ("text", "second", "label"), "second"
+    elif kind == "regression":
+        rows = [(text, str(len(text.split()))) for text, _ in rows]
+        more["data__problem_type"] = "regression"
+    elif kind == "multi_label":
+        rows = [(text, f"{label},{'long' if len(text) > 30 else 'short'}") for text, label in rows]
+        more["data__problem_type"] = "multi_label_classification"
+    train_file, dev_file = (
+        write_tsv(tmp_path / "a.tsv", rows[:30], header),
+        write_tsv(tmp_path / "b.tsv", rows[30:], header),
+    )
+    arguments = options((train_file, dev_file), bert, "run", **more)
+    if kind == "held_back":
+        position = arguments.index("--data.validation_file")
+        del arguments[position : position + 2]
+    if kind == "frozen":
+        position = arguments.index("--optim.learning_rate")
+        del arguments[position : position + 2]
+    succeeded(finetune(*arguments))
+    run = tmp_path / "run"
+    results = json.loads((run / "results.json").read_text())
+    predictions = (run / "predictions.tsv").read_text().splitlines()
+    if kind == "held_back":
+        # A tenth of the 15 rows of each class, rounded to 2.
+        assert (results["train_rows"], results["dev_rows"]) == (26, 4)
+        assert sorted(line.split("\t")[0] for line in predictions[1:]) == ["neg", "neg", "pos", "pos"]
+    else:
+        assert (results["train_rows"], results["dev_rows"]) == (30, 10)
+        assert [line.split("\t")[0] for line in predictions[1:]] == [row[-1] for row in rows[30:]]
+    if kind == "frozen":
+        weights, start = last_weights(run), load_file(bert / "model.safetensors")
+        assert all(torch.equal(weights[f"bert.{name}"], tensor) for name, tensor in start.items())
+        assert max(logged(run, "train/learning_rate").values()) <= 1e-3  # the default for a head alone
+        assert weights["classifier.weight"].std() > 0
+    if kind == "multi_label":
+        assert predictions[0].split("\t")[2:] == [f"probability_{name}" for name in ("long", "neg", "pos", "short")]
+    if kind == "regression":
+        assert predictions[0] == "label\tprediction"
+        assert {"mse", "pearson"} <= results["metrics"].keys()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("missing file", ["nowhere.tsv"]),
+        ("empty file", ["train.tsv", "empty"]),
+        ("missing column", ["data.label_column", "sentiment"]),
+        ("duplicate column", ["label", "twice"]),
+        ("one class", ["same label", "two classes"]),
+        ("unknown dev label", ["dev.tsv:4", "mixed"]),
+        ("missing model", ["no-such-model", "hub"]),
+        ("unwritable output", ["train.output_dir"]),
+        ("tracker", ["tracking.trackers", "wandb"]),
+        ("metric", ["eval.metrics", "accuracy"]),
+    ],
+)
+def test_bad_input_stops_with_one_message_and_leaves_nothing(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path, spoil: str, said: list[str]
+) -> None:
+    train_file, dev_file = review_files
+    more: dict[str, object] = {}
+    model, output = bert, "run"
+    if spoil == "missing file":
+        train_file = tmp_path / "nowhere.tsv"
+    elif spoil == "empty file":
+        train_file.write_bytes(b"")
+    elif spoil == "missing column":
+        write_tsv(train_file, reviews(6), ("text", "sentiment"))
+    elif spoil == "duplicate column":
+        write_tsv(train_file, [(text, label, label) for text, label in reviews(6)], ("text", "label", "label"))
+    elif spoil == "one class":
+        write_tsv(train_file, [(text, "only") for text, _ in reviews(6)])
+    elif spoil == "unknown dev label":
+        write_tsv(dev_file, [*reviews(2), ("so so", "mixed")])
+    elif spoil == "missing model":
+        model = Path("no-such-model")
+    elif spoil == "unwritable output":
+        (tmp_path / "file").write_text("")
+        output = "file/run"
+    elif spoil == "tracker":
+        more["tracking__trackers"] = "[wandbb]"
+    elif spoil == "metric":
+        more["eval__metrics"] = "[acuracy]"
+    done = finetune(*options((train_file, dev_file), model, output, **more))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error:") == 1
+    for fragment in said:
+        assert fragment in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_error_in_a_two_process_run_is_said_once(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    write_tsv(review_files[1], [*reviews(2), ("so so", "mixed")])
+    done = finetune(*options(review_files, bert, "run"), "--profile", "ddp2", timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1 and "dev.tsv:4" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+    done = finetune(*options(review_files, bert, "run"), profile="ddp2", timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("dev.tsv:4") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_unconnected_copies_are_refused(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    profile = tmp_path / "multi_cpu.yaml"
+    profile.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    done = finetune(*options(review_files, bert, "run"), profile=profile)
+    assert done.returncode != 0
+    assert "asks for 2 processes, but 1 are connected" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_offline_run_holds_config_summary_and_series(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    arguments = options(review_files, bert, "run", train__num_train_epochs=2, train__per_device_train_batch_size=8)
+    arguments[arguments.index("[]")] = "[wandb]"
+    succeeded(finetune(*arguments, "--tracking.run_name", "my run", "--tracking.tags", "[x]", profile="ddp2"))
+    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(runs) == 1  # one run a job, not one a process
+    wandb = Path(sys.executable).with_name("wandb")
+    command = [str(wandb), "leet", "inspect", "--summary", "--json", str(runs[0])]
+    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    text = json.dumps(shown)
+    for series in (
+        "train/loss", "train/learning_rate", "train/grad_norm", "train/global_step", "eval/loss", "eval/accuracy",
+        "eval/f1_macro", "perf/examples_per_second", "perf/tokens_per_second", "best/accuracy", "best/step",
+        "eval/confusion_matrix", "eval/per_class",
+    ):  # fmt: skip
+        assert series in text, series
+    for setting in ("name_or_path", "learning_rate", "global_batch_size", "my run"):
+        assert setting in text, setting
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert f'"best/accuracy": {results["best_metric"]}' in text
+
+
+def test_dropout_differs_between_ranks_and_early_stopping_stops_both(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path]
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", dropout=0.3)
+    more = {
+        "optim__learning_rate": 0,  # nothing improves after the first evaluation
+        "eval__early_stopping_patience": 2,
+        "eval__evals_per_epoch": 1,
+        "train__num_train_epochs": 9,
+    }
+    done = succeeded(finetune(*options(review_files, checkpoint, "run", **more), profile="ddp2"))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["stop_reason"].startswith("early stopping: 2 evaluations")
+    assert results["best_step"] * 3 == results["global_step"]
+    assert "early stopping" in done.stdout
