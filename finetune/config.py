@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import os
-import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: ``2e-5`` is a number, a date is text, and a key given twice is an error."""
+    """YAML in which a date is text and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -36,15 +35,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes what :class:`_Loader` reads back: a text such as ``2e-5`` gets quotes."""
-
-
-FLOAT_WITH_EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITH_EXPONENT, list("-+.0123456789"))
-for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
-    _Loader.yaml_implicit_resolvers[_first] = [item for item in _resolvers if not item[0].endswith(":timestamp")]
+_Loader.yaml_implicit_resolvers = {  # a copy, as all of PyYAML shares the original
+    first: [resolver for resolver in resolvers if not resolver[0].endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     logging_steps: int = 10
-    """Training metrics are logged every so many optimizer steps."""
+    """Training metrics are logged every so many optimizer steps, and before each evaluation."""
     seed: int = 42
     """Seed of the example order, the new head's weights and dropout."""
 
@@ -167,7 +161,7 @@ class EvalConfig:
 class TrackingConfig:
     """Where metrics go besides the run folder's metrics.jsonl."""
 
-    trackers: list[str] = field(default_factory=lambda: ["wandb"])
+    trackers: list[Literal["wandb", "tensorboard", "none"]] = field(default_factory=lambda: ["wandb"])
     """Any of wandb, tensorboard, none. W&B works offline by itself when nobody is logged in."""
     project: str = "finetune"
     """W&B project."""
@@ -196,7 +190,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """YAML that :func:`parse` reads back to an equal config."""
-        return str(yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+        return str(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
 
 
 @dataclass(frozen=True)
@@ -335,7 +329,7 @@ def type_name(annotation: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
     if origin is list:
-        return "a list of texts such as '[a, b]'"
+        return "a list of texts such as '[a, b]'" if args == (str,) else f"a list with each {type_name(args[0])}"
     if args:
         return " or ".join(type_name(arg) for arg in args)
     words: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -357,7 +351,7 @@ def template(config: Config) -> str:
 
 
 def _inline_yaml(value: object) -> str:
-    text = str(yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**6)).strip()
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).strip()
     return text.removesuffix("...").strip()
 
 
@@ -476,6 +470,7 @@ def _split_options(argv: Sequence[str], found: list[str]) -> tuple[list[str], li
 def _load_yaml(path: str, found: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Read a run config or recipe; problems go to ``found``."""
     try:
+        # PyYAML reads 2e-5 as text, from which jsonargparse makes a number where one is expected.
         loaded = yaml.load(find_config(path).read_text(encoding="utf-8"), Loader=_Loader)
     except ConfigError as error:
         found.append(str(error))

@@ -130,9 +130,7 @@ def _parse_launcher(arguments: list[str]) -> Any:
     """Read launcher options with Accelerate's own parser, so that every spelling it takes is understood."""
     from accelerate.commands.launch import launch_command_parser
 
-    parser = launch_command_parser()
-    parser.set_defaults(gradient_accumulation_steps=None)
-    return parser.parse_known_args(arguments)[0]
+    return launch_command_parser().parse_known_args(arguments)[0]
 
 
 def _default_profile() -> str | None:
@@ -347,7 +345,7 @@ def _exit_code(code: int) -> int:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = ": is the machine out of memory?" if name == "SIGKILL" else ""
         raise TrainingError(f"a training process was ended by {name}{hint}")
-    return code or 1
+    return code
 
 
 def leave_with_error(message: str, seconds: float = 10.0) -> int:

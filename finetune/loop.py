@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from finetune.console import TrainingProgress
 from finetune.data.loader import EvalLoader, StepInputs, TrainLoader
+from finetune.errors import TrainingError
 from finetune.evaluation import Evaluation, evaluate
 from finetune.loss import example_losses
 from finetune.metrics import Metrics
@@ -87,13 +88,14 @@ def train(training: Training, state: TrainState) -> None:
             state.advance()
             throughput.count(inputs, loss_sum)
             training.progress.at(state.global_step)
-            if state.global_step % training.logging_steps == 0 or state.global_step == training.total_steps:
+            is_evaluation_due = state.global_step in training.evaluation_steps
+            if is_evaluation_due or state.global_step % training.logging_steps == 0:
                 log_training(training, state, grad_norm)
-            if state.global_step in training.evaluation_steps:
+            if is_evaluation_due:
                 with throughput.evaluating():
                     evaluate_and_keep_best(training, state)
             if state.global_step == training.total_steps:
-                state.stop_reason = state.stop_reason or "all steps done"
+                state.stop_reason = "all steps done"
             if state.stop_reason is not None:
                 return
         state.start_next_epoch()
@@ -133,6 +135,7 @@ def log_training(training: Training, state: TrainState, grad_norm: torch.Tensor)
         "train/learning_rate": training.schedule.learning_rate,
         "train/grad_norm": float(grad_norm),
     }
+    refuse_non_finite("training loss", metrics["train/loss"], training, state)
     epoch = training.epoch(state)
     training.trackers.log(metrics, state.global_step, epoch)
     training.progress.training(state.global_step, epoch, metrics["train/loss"], metrics["perf/examples_per_second"])
@@ -143,6 +146,7 @@ def evaluate_and_keep_best(training: Training, state: TrainState) -> None:
     evaluation = evaluate(
         training.accelerator, training.bare_model, training.eval_loader, training.metrics, training.problem_type
     )
+    refuse_non_finite("dev loss", evaluation.metrics["loss"], training, state)
     metric = evaluation.metrics[training.metric_for_best_model]
     is_best = is_better(metric, state.best_metric, training.greater_is_better)
     state.evaluations_without_best = 0 if is_best else state.evaluations_without_best + 1
@@ -154,10 +158,20 @@ def evaluate_and_keep_best(training: Training, state: TrainState) -> None:
     values = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
     training.trackers.log({**values, "perf/eval_seconds": evaluation.seconds}, state.global_step, epoch)
     training.progress.evaluation(state.global_step, epoch, evaluation.metrics, evaluation.seconds, is_best)
-    if state.evaluations_without_best == training.early_stopping_patience:
+    patience = training.early_stopping_patience
+    if patience is not None and state.evaluations_without_best >= patience:
         state.stop_reason = (
             f"early stopping: {state.evaluations_without_best} evaluations without a better "
             f"{training.metric_for_best_model} than at step {state.best_step}"
+        )
+
+
+def refuse_non_finite(what: str, loss: float, training: Training, state: TrainState) -> None:
+    """Stop on every rank (the loss is the same on all) instead of training on with weights that are not numbers."""
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the {what} is {loss} at step {state.global_step} (learning rate {training.schedule.learning_rate:g}): "
+            "lower optim.learning_rate, or use mixed_precision bf16 or no in the launch profile instead of fp16"
         )
 
 

@@ -63,9 +63,16 @@ def is_normalisation(module: nn.Module) -> bool:
     return isinstance(module, types) or type(module).__name__.endswith("Norm")
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW over :func:`parameter_groups`, in torch's fused implementation."""
-    return torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=learning_rate, fused=True)
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, learning_rate: float, mixed_precision: str = "no"
+) -> torch.optim.AdamW:
+    """AdamW over :func:`parameter_groups`, in torch's fused implementation.
+
+    Not fused in float16: there the gradient scaler hands the decision to skip an update to a fused optimizer, and
+    nobody else learns of it, so the schedule would go on.
+    """
+    fused = mixed_precision != "fp16"
+    return torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=learning_rate, fused=fused)
 
 
 class LearningRateSchedule:

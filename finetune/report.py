@@ -23,6 +23,7 @@ import yaml
 from numpy.typing import NDArray
 
 from finetune.errors import CheckpointError
+from finetune.run_folder import write_text
 
 MAX_POINTS = 500  # drawn of a line
 MAX_DOTS = 60  # points up to which each gets a dot that tells its value; longer lines are smoothed
@@ -50,13 +51,7 @@ def write_report(run_dir: Path) -> Path:
     """
     page = _page(_read_run(run_dir))
     path = run_dir / "report.html"
-    staged = path.with_name(f".{path.name}.staged")
-    try:
-        staged.write_text(page, encoding="utf-8", newline="\n")
-        staged.replace(path)
-    except OSError as error:
-        staged.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+    write_text(path, page)
     return path
 
 
@@ -871,7 +866,7 @@ th, td {
 thead th { color: var(--faint); font-weight: 500; white-space: nowrap; vertical-align: bottom; }
 tbody th { font-weight: 600; }
 th.number, .number { text-align: right; white-space: nowrap; }
-td svg { display: block; max-width: 100%; height: auto; }
+td svg { display: block; min-width: 240px; max-width: 100%; height: auto; }
 .bar {
   min-width: 130px; padding-left: 6px; white-space: nowrap;
   background: linear-gradient(rgb(var(--blue) / 0.3) 0 0) no-repeat left / calc(var(--w) * 0.9) 70%;
@@ -897,13 +892,14 @@ td svg { display: block; max-width: 100%; height: auto; }
 .many small { font-size: 8.5px; letter-spacing: -0.02em; }
 .many th { padding: 1px 6px; }
 .many thead th { padding: 0 0 6px; }
-.many span { writing-mode: vertical-rl; max-height: 150px; margin: 0 auto; }
+.many span { writing-mode: vertical-rl; text-orientation: sideways; max-height: 150px; margin: 0 auto; }
 
 .figures { display: grid; gap: 24px 28px; margin-top: 8px; }
 .figures + .figures { margin-top: 28px; }
 .large { grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
 .small { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); }
 figure { margin: 0; max-width: 560px; }
+.small figure { max-width: 370px; }
 figcaption { display: flex; flex-wrap: wrap; gap: 0 16px; margin-bottom: 4px; font-size: 14px; }
 .key { color: var(--faint); }
 .key::before {

@@ -17,6 +17,7 @@ from finetune.evaluation import Evaluation
 from finetune.loop import Training, TrainState
 from finetune.loss import example_losses
 from finetune.metrics import confusion_matrix, per_class_table, predictions, probabilities
+from finetune.report import write_report
 from finetune.run_folder import LaunchRecord, write_json, write_predictions
 
 
@@ -47,6 +48,7 @@ class Results:
         best = {f"best/{name}": value for name, value in self.evaluation.metrics.items()}
         summary = {**best, "best/step": self.state.best_step, "stop_reason": self.state.stop_reason}
         trackers.finish(summary, failed=False)
+        write_report(output_dir)
         counts = self.training.throughput.total
         facts = {
             "best": f"{self.training.metric_for_best_model} at step {self.state.best_step} of {self.state.global_step}",
@@ -60,6 +62,7 @@ class Results:
                 f"{results['padding_fraction']:.1%} padding, {self.peak_memory_bytes / 2**30:.2f} GiB at the peak"
             ),
             "model": str(output_dir / "best"),
+            "report": str(output_dir / "report.html"),
             "tracking": trackers.describe(),
         }
         print_results(console, self.evaluation.metrics, intervals, per_class, facts, len(logits))
@@ -114,9 +117,7 @@ class Results:
         labels = self.splits.labels
         if not labels.names:
             return []
-        return per_class_table(
-            self.evaluation.logits, self.splits.dev_labels, labels.names, self.training.problem_type
-        )
+        return per_class_table(self.evaluation.logits, self.splits.dev_labels, labels.names, self.training.problem_type)
 
 
 def write_dev_predictions(path: Path, splits: Splits, logits: NDArray[np.float32]) -> None:

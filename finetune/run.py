@@ -23,6 +23,7 @@ from finetune.data.tokenize import TokenizedTexts, tokenize
 from finetune.distributed import disconnect, first_on_each_node, on_every_process, on_main_process
 from finetune.evaluation import Evaluation
 from finetune.launch import (
+    Launch,
     build_accelerator,
     check_before_start,
     check_connected,
@@ -59,6 +60,12 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
     check_before_start(launch)
     accelerator = build_accelerator()
     check_connected(launch, accelerator)
+    output_dir = _train(config, origin, launch, accelerator, started)
+    disconnect(accelerator)
+    return output_dir
+
+
+def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerator: Accelerator, started: float) -> Path:
     threads = use_all_cores(launch)
     console = make_console(visible=accelerator.is_main_process)
 
@@ -92,7 +99,7 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
         config.eval.evals_per_epoch,
     )
     rate, rate_origin = resolve_learning_rate(config.optim, sizes.global_batch, config.model.freeze_encoder)
-    optimizer = build_optimizer(loaded.model, config.optim, rate)
+    optimizer = build_optimizer(loaded.model, config.optim, rate, accelerator.mixed_precision)
     schedule = LearningRateSchedule(optimizer, config.optim, length.total_steps, metric.greater_is_better)
     model, prepared_optimizer = accelerator.prepare(loaded.model, optimizer)
     if isinstance(model, DistributedDataParallel):
@@ -158,10 +165,9 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
         on_main_process(accelerator, lambda: save_last(loaded, inputs, output_dir, state))
         peak_memory = peak_memory_bytes(accelerator)
         seconds = time.perf_counter() - started
-        if accelerator.is_main_process and best.evaluation is not None:
-            results = Results(splits, training, state, best.evaluation, record, peak_memory, seconds)
-            results.publish(console, output_dir)
-    disconnect(accelerator)
+        assert best.evaluation is not None  # the last step is always evaluated
+        results = Results(splits, training, state, best.evaluation, record, peak_memory, seconds)
+        on_main_process(accelerator, lambda: results.publish(console, output_dir))
     return output_dir
 
 

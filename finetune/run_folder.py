@@ -183,7 +183,7 @@ def start_run_folder(folder: Path, config: Config, record: LaunchRecord) -> None
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write readable JSON; numbers that are not finite become null, as JSON has no word for them."""
-    _write_text(path, json.dumps(_finite(content), ensure_ascii=False, indent=2) + "\n")
+    write_text(path, json.dumps(_finite(content), ensure_ascii=False, indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -227,7 +227,7 @@ def write_predictions(
         else:
             text, shares = label_names[int(prediction)], probability[row]
         lines.append("\t".join([*map(_cell, given), _cell(text), *(f"{share:.6f}" for share in shares)]))
-    _write_text(path, "\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def _cell(text: str) -> str:
@@ -235,7 +235,7 @@ def _cell(text: str) -> str:
     return text.replace("\t", " ").replace("\r", " ").replace("\n", " ")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     staged = path.with_name(f".{path.name}.staged")
     try:

@@ -6,6 +6,7 @@ import json
 import re
 import typing
 from dataclasses import fields
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ def test_globs_and_strange_paths_are_paths(path: str) -> None:
 def test_a_date_in_yaml_is_text(tmp_path: Path) -> None:
     path = write(tmp_path / "run.yaml", "tracking: {run_name: 2024-05-01}")
     assert parse(["--config", path])[0].tracking.run_name == "2024-05-01"
+    assert yaml.safe_load("2024-05-01") == date(2024, 5, 1)  # other readers in this process keep their rules
 
 
 def test_values_may_begin_with_one_dash_and_hold_equals_signs() -> None:
@@ -211,7 +213,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         f"train.max_steps ({path}): expected an integer or null, got 'many'",
         f"optim.learning_rate ({path}): expected a number or null, got 'fast'",
         f"unknown setting nonsense.a ({path})",
-        f"tracking.trackers ({path}): expected a list of texts such as '[a, b]', got 'wandb'",
+        f"tracking.trackers ({path}): expected a list with each one of wandb, tensorboard, none, got 'wandb'",
         "unknown setting lerning_rate (command line): did you mean optim.learning_rate?",
         "data.header (command line): expected true or false, got 'maybe'",
         "data.quoting (command line): expected one of none, minimal or null, got 'all'",

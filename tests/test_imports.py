@@ -217,7 +217,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         (["train", "--config", "demo", "--profile", "no_such_profile"], 2, "psutil"),
         (["no_such_command"], 2, "psutil"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_commands_that_compute_nothing_import_nothing_heavy(arguments: list[str], code: int, needed: str) -> None:
     loaded = loaded_after(f"from finetune.cli import main\nassert main({arguments!r}) == {code}")

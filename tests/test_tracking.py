@@ -342,7 +342,7 @@ def test_wandb_that_cannot_start_does_not_stop_training(
 
 
 def test_wandb_setting_that_wandb_refuses_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'team/news'.*cannot contain"):
+    with pytest.raises(ConfigError, match=r"'team/news'.*cannot contain"):
         start(tmp_path, "wandb", project="team/news")
 
 
