@@ -324,7 +324,9 @@ def test_a_killed_wandb_service_does_not_stop_training(tmp_path: Path) -> None:
     script = SCRIPT.replace("print(", KILL_THE_SERVICE + "print(")
     result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, "done\n")
-    assert result.stderr == "W&B failed, training goes on without it: Connection lost\n"
+    warning, *more = result.stderr.splitlines()
+    assert warning.startswith("W&B failed, training goes on without it: ")  # then the operating system's words
+    assert not more
     assert [line["step"] for line in metrics_file(tmp_path)] == [1, 2, 3]
 
 
