@@ -39,6 +39,7 @@ BETWEEN_LEAVES = {
     "data.loader": {"data.batching", "data.tokenize"},  # rows of a batch and their token ids
     "throughput": {"data.loader"},  # counts what a step took in
     "run_folder": {"data.batching"},  # writes the batch sizes down
+    "report": {"run_folder"},  # a page made from that folder, and written like its other files
 }
 
 # The command line gives arguments to functions; parts of a run are none of its business.

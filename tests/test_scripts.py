@@ -143,3 +143,10 @@ def test_wheel_has_code_profiles_and_recipes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["quickstart", "test", "lint", "format", "make_bbc_news.py", "../.ci/run"])
 def test_scripts_can_be_run(script: str) -> None:
     assert os.access(ROOT / "scripts" / script, os.X_OK)
+
+
+def test_the_readme_lists_every_setting() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/update_readme.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
