@@ -383,3 +383,55 @@ def test_dropout_differs_between_ranks_and_early_stopping_stops_both(
     assert results["stop_reason"].startswith("early stopping: 2 evaluations")
     assert results["best_step"] * 3 == results["global_step"]
     assert "early stopping" in done.stdout
+
+
+# Runs the program with every all-reduce of gradients counted, and writes the count of each rank.
+COUNTING = """
+import os, sys
+from pathlib import Path
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from finetune.cli import main
+
+calls = 0
+build = DistributedDataParallel.__init__
+
+
+def count(group, bucket):
+    global calls
+    calls += 1
+    return allreduce_hook(group, bucket)
+
+
+def build_counted(self, *arguments, **options):
+    build(self, *arguments, **options)
+    self.register_comm_hook(None, count)
+
+
+DistributedDataParallel.__init__ = build_counted
+code = main(sys.argv[1:])
+Path("calls-" + os.environ["RANK"]).write_text(str(calls))
+sys.exit(code)
+"""
+
+
+def test_gradients_are_reduced_once_a_step(tmp_path: Path, review_files: tuple[Path, Path], bert: Path) -> None:
+    # 37 rows, 2 processes x 2 rows x 5 micro-batches: two steps of five rounds each (20 and 17 rows). The tiny model
+    # fits into one bucket, so a step is one call; without no_sync it would be five.
+    (tmp_path / "count.py").write_text(COUNTING, encoding="utf-8")
+    more = {"train__num_train_epochs": 1, "train__per_device_train_batch_size": 2}
+    arguments = options(review_files, bert, "run", train__gradient_accumulation_steps=5, **more)
+    profile = REPOSITORY / "accelerate_configs" / "ddp2.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile), "count.py"]
+    done = subprocess.run(
+        [*launcher, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+    succeeded(done)
+    assert logged(tmp_path / "run", "eval/loss").keys() == {2}
+    assert [(tmp_path / f"calls-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
