@@ -21,6 +21,7 @@ import yaml
 from finetune.errors import ConfigError
 
 Settings = TypeVar("Settings")
+TrackerName = Literal["wandb", "tensorboard", "none"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -161,7 +162,7 @@ class EvalConfig:
 class TrackingConfig:
     """Where metrics go besides the run folder's metrics.jsonl."""
 
-    trackers: list[Literal["wandb", "tensorboard", "none"]] = field(default_factory=lambda: ["wandb"])
+    trackers: list[TrackerName] = field(default_factory=lambda: ["wandb"])
     """Any of wandb, tensorboard, none. W&B works offline by itself when nobody is logged in."""
     project: str = "finetune"
     """W&B project."""
@@ -386,13 +387,14 @@ def parse(argv: Sequence[str], prog: str = "finetune train", config_class: Any =
     """
     parser = build_parser(prog, config_class)
     types = {name: annotation for name, _, annotation in walk(config_class())}
+    sections = {name.partition(".")[0] for name in types}
     found: list[str] = []
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
 
     def take(name: str, source: str, shown: object, parsed: Any) -> None:
         """Check one value by parsing it alone, so that one mistake does not hide the next."""
-        if name in {known.partition(".")[0] for known in types}:
+        if name in sections:
             if shown is not None:  # a section of a YAML file may be left empty
                 found.append(f"{name} ({source}) is a section: expected settings below it, got {shown!r}")
             return
@@ -420,12 +422,12 @@ def parse(argv: Sequence[str], prog: str = "finetune train", config_class: Any =
         take(name, "command line", text, lambda a=f"--{name}={text}": parser.parse_args([a], defaults=False))
     raise_all(found)
 
-    sections: dict[str, dict[str, Any]] = {}
+    given: dict[str, dict[str, Any]] = {section: {} for section in sections}
     for name, value in values.items():
         section, key = name.split(".")
-        sections.setdefault(section, {})[key] = value
+        given[section][key] = value
     make: dict[str, Any] = {section.name: section.default_factory for section in fields(config_class)}
-    return config_class(**{name: make[name](**sections.get(name, {})) for name in make}), origin
+    return config_class(**{name: make[name](**given[name]) for name in make}), origin
 
 
 def _takes_text(annotation: Any) -> bool:

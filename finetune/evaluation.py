@@ -34,8 +34,8 @@ class Evaluation:
 def predict_logits(accelerator: Accelerator, model: PreTrainedModel, loader: EvalLoader) -> NDArray[np.float32]:
     """Logits ``[rows, num_labels]`` of all rows in file order, on every rank.
 
-    Each rank computes its share; the shares are padded to one size by repeating a row, gathered once, and placed by
-    row number, so that a repeated row changes nothing.
+    Each rank computes its share; the shares are filled up to one size, gathered once, and placed by row number. What
+    fills them up goes to a row of its own, which is cut off.
     """
     model.train(False)
     rows: list[NDArray[np.int64]] = []

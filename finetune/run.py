@@ -84,7 +84,7 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
     output_dir = on_main_process(accelerator, lambda: choose_output_dir(config))
 
     splits = first_on_each_node(accelerator, lambda: read_splits(config.data, config.train.seed))
-    metrics = on_every_process(accelerator, lambda: build_metrics(config.eval, splits))
+    metrics = on_every_process(accelerator, lambda: build_metrics(config.eval, splits, metric))
     set_seed(config.train.seed)  # before the model, so that a new head starts from the same weights on every rank
     loaded = on_every_process(accelerator, lambda: load(config, splits))
     inputs = input_settings(config.data, loaded)
@@ -185,13 +185,12 @@ def choose_best_metric(config: EvalConfig, problem_type: ProblemType) -> BestMet
     return BestMetric(name, greater_is_better(name, config.greater_is_better))
 
 
-def build_metrics(config: EvalConfig, splits: Splits) -> Metrics:
+def build_metrics(config: EvalConfig, splits: Splits, best: BestMetric) -> Metrics:
     """The metrics of ``eval.metrics``; the one that picks the best model is always among them."""
     problem_type = splits.labels.problem_type
     names = list(config.metrics if config.metrics is not None else DEFAULT_METRICS[problem_type])
-    best = choose_best_metric(config, splits.labels.problem_type).name  # type: ignore[arg-type]
-    if best != "loss" and best not in names:
-        names.append(best)
+    if best.name != "loss" and best.name not in names:
+        names.append(best.name)
     return Metrics(names, problem_type=problem_type, num_labels=splits.labels.num_labels)
 
 

@@ -18,13 +18,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from finetune.config import TrackerName
 from finetune.errors import ConfigError
 
-TRACKER_NAMES = ("wandb", "tensorboard", "none")
+TRACKER_NAMES: tuple[str, ...] = get_args(TrackerName)
 # W&B shows at most this many rows of a table and cuts off the rest: a larger matrix is sent without its zeros.
 MAX_TABLE_ROWS = 10_000
 

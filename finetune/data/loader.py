@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,15 +76,11 @@ class StepInputs:
 
     def to(self, device: torch.device) -> StepInputs:
         """The same on ``device``."""
-        return StepInputs(
-            [micro.to(device) for micro in self.micro_batches], self.examples, self.tokens, self.computed_tokens
-        )
+        return replace(self, micro_batches=[micro.to(device) for micro in self.micro_batches])
 
     def pin_memory(self) -> StepInputs:
         """Called by the data loader."""
-        return StepInputs(
-            [micro.pin_memory() for micro in self.micro_batches], self.examples, self.tokens, self.computed_tokens
-        )
+        return replace(self, micro_batches=[micro.pin_memory() for micro in self.micro_batches])
 
 
 class Collator:
