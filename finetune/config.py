@@ -63,7 +63,9 @@ class DataConfig:
     label_separator: str = ","
     """What stands between the labels of a row (multi_label_classification)."""
     max_length: int = 128
-    """Longest input in tokens, special tokens included; longer texts are cut at the end."""
+    """Longest input in tokens, special tokens included; longer texts are cut."""
+    truncation: Literal["head", "tail", "head_tail"] = "head"
+    """What a longer text keeps: its beginning, its end, or a quarter from its beginning and the rest from its end."""
     quoting: Literal["none", "minimal"] | None = None
     """none: a quote is a character like any other. minimal: CSV quoting. Default: none for .tsv, minimal for .csv."""
     encoding: str = "utf-8"
@@ -74,6 +76,8 @@ class DataConfig:
     """Names of the columns of files without a header line."""
     empty_text: Literal["error", "keep", "drop"] = "error"
     """What to do with rows whose text is empty: stop and list them, keep them, or drop them and count."""
+    class_weights: Literal["none", "balanced"] | dict[str, float] = "none"
+    """What classes count in the training loss: all the same, balanced, or by name as in '{neg: 1, pos: 3}'."""
     cache_dir: str | None = None
     """Where read and tokenised data is cached. Default: the datasets cache of this user."""
 
@@ -108,6 +112,8 @@ class TrainConfig:
     """Stop after this many optimizer steps, whatever num_train_epochs says."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
+    label_smoothing: float = 0.0
+    """Share of each training label that is spread evenly over all classes (0.1 is usual)."""
     logging_steps: int = 10
     """Training metrics are logged every so many optimizer steps, and before each evaluation."""
     seed: int = 42
@@ -248,6 +254,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.num_train_epochs": POSITIVE,
     "train.max_steps": AT_LEAST_ONE,
     "train.max_grad_norm": AT_LEAST_ZERO,
+    "train.label_smoothing": ("at least 0 and less than 1", lambda value: 0 <= value < 1),
     "train.logging_steps": AT_LEAST_ONE,
     "train.seed": ("between 0 and 4294967295", lambda value: 0 <= value < 2**32),
     "optim.learning_rate": AT_LEAST_ZERO,
@@ -279,8 +286,32 @@ def problems(config: Config) -> list[str]:
         found.append("data.column_names names the columns of files without a header line: add --data.header false")
     if not config.data.header and config.data.column_names is None:
         found.append("data.header is false: name the columns, as in --data.column_names '[text, label]'")
+    found += class_weight_problems(config)
     if not config.data.label_separator:
         found.append("data.label_separator is empty: give the character that stands between labels")
+    return found
+
+
+def class_weight_problems(config: Config) -> list[str]:
+    """What is wrong with ``data.class_weights`` and ``train.label_smoothing``, names aside."""
+    found = []
+    weights = config.data.class_weights
+    if config.data.problem_type == "regression":
+        if weights != "none":
+            found.append("data.class_weights needs classes: leave it out for data.problem_type regression")
+        if config.train.label_smoothing:
+            found.append("train.label_smoothing needs classes: leave it out for data.problem_type regression")
+    if isinstance(weights, dict):
+        found += [
+            f"data.class_weights: {name} stands for a label, which is text: write it in quotes"
+            for name in weights
+            if not isinstance(name, str)  # YAML reads 1 as a number and no as false
+        ]
+        found += [
+            f"data.class_weights: {name} is {weight}: it must be greater than 0"
+            for name, weight in weights.items()
+            if not 0 < weight < float("inf")
+        ]
     return found
 
 
@@ -331,6 +362,8 @@ def type_name(annotation: Any) -> str:
         return "one of " + ", ".join(map(str, args))
     if origin is list:
         return "a list of texts such as '[a, b]'" if args == (str,) else f"a list with each {type_name(args[0])}"
+    if origin is dict:
+        return "numbers by name such as '{neg: 1, pos: 3}'"
     if args:
         return " or ".join(type_name(arg) for arg in args)
     words: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}

@@ -17,7 +17,6 @@ from finetune.console import TrainingProgress
 from finetune.data.loader import EvalLoader, StepInputs, TrainLoader
 from finetune.errors import TrainingError
 from finetune.evaluation import Evaluation, evaluate
-from finetune.loss import example_losses
 from finetune.metrics import Metrics
 from finetune.model import set_training_mode
 from finetune.optim import LearningRateSchedule
@@ -63,6 +62,7 @@ class Training:
     trackers: Trackers
     progress: TrainingProgress
     save_best: Callable[[Evaluation], None]
+    example_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) -> loss of each example
     problem_type: str
     total_steps: int
     evaluation_steps: frozenset[int]
@@ -104,11 +104,12 @@ def train(training: Training, state: TrainState) -> None:
 def optimizer_step(training: Training, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """One update from the exact mean gradient over the global batch; gradients are all-reduced once.
 
-    Each micro-batch's loss is a sum over its examples, divided by the size of the global batch and multiplied by the
-    number of processes, since DistributedDataParallel averages over them.
+    Each micro-batch's loss is a weighted sum over its examples, divided by the weight of the global batch (its size,
+    unless classes have weights) and multiplied by the number of processes, since DistributedDataParallel averages
+    over them.
 
     Returns:
-        This rank's sum of example losses, and the gradient's norm before clipping; both still on the device.
+        This rank's weighted sum of example losses, and the gradient's norm before clipping; both still on the device.
     """
     accelerator, model = training.accelerator, training.model
     set_training_mode(training.bare_model)
@@ -116,9 +117,9 @@ def optimizer_step(training: Training, inputs: StepInputs) -> tuple[torch.Tensor
     for position, micro in enumerate(inputs.micro_batches, start=1):
         is_last = position == len(inputs.micro_batches)
         with nullcontext() if is_last else accelerator.no_sync(model):
-            losses = example_losses(model(**micro.inputs).logits, micro.labels, training.problem_type)
+            losses = training.example_losses(model(**micro.inputs).logits, micro.labels)
             loss = (losses * micro.weights).sum()
-            accelerator.backward(loss * accelerator.num_processes / inputs.examples)
+            accelerator.backward(loss * accelerator.num_processes / inputs.weight)
         loss_sum += loss.detach()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or float("inf"))
     training.optimizer.step()

@@ -38,6 +38,7 @@ def describe_plan(
             *(splits.dev.notes if config.data.validation_file else ()),
         ],
         "labels": _labels(splits),
+        **_loss(config),
         "tokens": [f"max_length {loaded.max_length}", *map(_lengths, ("train", "dev"), (train_texts, dev_texts))],
         "model": [f"{config.model.name_or_path}: {_model(loaded)}", *loaded.notes],
         "batch": (
@@ -69,6 +70,16 @@ def _labels(splits: Splits) -> str:
     if len(names) > MAX_CLASSES:
         return f"{len(names)} classes with {int(counts.min()):,} to {int(counts.max()):,} training rows"
     return f"{len(names)} classes: " + ", ".join(f"{name} {int(n):,}" for name, n in zip(names, counts, strict=True))
+
+
+def _loss(config: Config) -> dict[str, str]:
+    """How the training loss departs from the plain mean; nothing where it does not."""
+    weights, smoothing = config.data.class_weights, config.train.label_smoothing
+    if isinstance(weights, dict):
+        weights = ", ".join(f"{name} {weight:g}" for name, weight in weights.items()) + ", others 1"
+    parts = [] if weights == "none" else [f"class weights {weights}"]
+    parts += [f"label smoothing {smoothing:g}"] if smoothing else []
+    return {"training loss": "; ".join(parts)} if parts else {}
 
 
 def _lengths(split: str, texts: TokenizedTexts) -> str:

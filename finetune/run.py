@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.checkpoint import write_folder
@@ -33,6 +36,7 @@ from finetune.launch import (
     use_all_cores,
 )
 from finetune.loop import Training, TrainState, train
+from finetune.loss import example_losses, example_weights, resolve_class_weights
 from finetune.metrics import DEFAULT_METRICS, Metrics, default_metric_for_best_model, greater_is_better
 from finetune.model import InputSettings, LoadedModel, load_model, save_model
 from finetune.optim import LearningRateSchedule, build_optimizer, resolve_learning_rate
@@ -84,6 +88,10 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
     output_dir = on_main_process(accelerator, lambda: choose_output_dir(config))
 
     splits = first_on_each_node(accelerator, lambda: read_splits(config.data, config.train.seed))
+    class_weights = on_every_process(
+        accelerator,
+        lambda: resolve_class_weights(config.data.class_weights, splits.labels.names, splits.train_labels),
+    )
     metrics = on_every_process(accelerator, lambda: build_metrics(config.eval, splits, metric))
     set_seed(config.train.seed)  # before the model, so that a new head starts from the same weights on every rank
     loaded = on_every_process(accelerator, lambda: load(config, splits))
@@ -131,7 +139,7 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
             optimizer=prepared_optimizer,
             schedule=schedule,
             train_loader=TrainLoader(
-                Examples(train_texts, splits.train_labels),
+                Examples(train_texts, splits.train_labels, example_weights(splits.train_labels, class_weights)),
                 loaded.tokenizer,
                 sizes,
                 rank=accelerator.process_index,
@@ -150,6 +158,7 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
             trackers=trackers,
             progress=progress,
             save_best=best.save,
+            example_losses=training_loss(config, class_weights, accelerator.device),
             problem_type=config.data.problem_type,
             total_steps=length.total_steps,
             evaluation_steps=length.evaluation_steps,
@@ -192,6 +201,18 @@ def build_metrics(config: EvalConfig, splits: Splits, best: BestMetric) -> Metri
     if best.name != "loss" and best.name not in names:
         names.append(best.name)
     return Metrics(names, problem_type=problem_type, num_labels=splits.labels.num_labels)
+
+
+def training_loss(
+    config: Config, class_weights: NDArray[np.float32] | None, device: torch.device
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The loss of each training example from its logits and label; dev losses are neither weighted nor smoothed."""
+    return partial(
+        example_losses,
+        problem_type=config.data.problem_type,
+        class_weights=None if class_weights is None else torch.from_numpy(class_weights).to(device),
+        label_smoothing=config.train.label_smoothing,
+    )
 
 
 def load(config: Config, splits: Splits) -> LoadedModel:

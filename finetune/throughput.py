@@ -15,9 +15,10 @@ from finetune.data.loader import StepInputs
 
 @dataclass
 class Counts:
-    """Over all ranks; ``seconds`` are those of training alone."""
+    """Over all ranks; ``weight`` sums what the examples count in the loss; ``seconds`` are those of training alone."""
 
     examples: int = 0
+    weight: float = 0.0
     tokens: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
@@ -25,6 +26,7 @@ class Counts:
     def add(self, other: Counts) -> None:
         """Add another span of training."""
         self.examples += other.examples
+        self.weight += other.weight
         self.tokens += other.tokens
         self.computed_tokens += other.computed_tokens
         self.seconds += other.seconds
@@ -57,15 +59,15 @@ class Throughput:
         self._clock = time.perf_counter()
 
     def count(self, inputs: StepInputs, loss_sum: torch.Tensor) -> None:
-        """Count one optimizer step; ``loss_sum`` is this rank's sum of example losses."""
-        self._add(Counts(inputs.examples, inputs.tokens, inputs.computed_tokens, self._lap()))
+        """Count one optimizer step; ``loss_sum`` is this rank's weighted sum of example losses."""
+        self._add(Counts(inputs.examples, inputs.weight, inputs.tokens, inputs.computed_tokens, self._lap()))
         self._loss_sum = self._loss_sum + loss_sum
 
     def summarise(self, accelerator: Accelerator) -> dict[str, float]:
-        """Mean loss over the examples of all ranks and the rates since the last call; a collective."""
+        """Weighted mean loss over the examples of all ranks and the rates since the last call; a collective."""
         loss_sum = accelerator.reduce(torch.as_tensor(self._loss_sum), "sum").item()
         self._add(Counts(seconds=self._lap()))
-        metrics = {"train/loss": loss_sum / self._since_log.examples, **self._since_log.rates()}
+        metrics = {"train/loss": loss_sum / self._since_log.weight, **self._since_log.rates()}
         self._since_log, self._loss_sum = Counts(), 0.0
         return metrics
 

@@ -342,6 +342,7 @@ OUTSIDE: dict[str, tuple[float, ...]] = {
     "train.num_train_epochs": (0, -1),
     "train.max_steps": (0, -1),
     "train.max_grad_norm": (-1,),
+    "train.label_smoothing": (-0.1, 1),
     "train.logging_steps": (0,),
     "train.seed": (-1, 2**32),
     "optim.learning_rate": (-1e-5,),
@@ -361,6 +362,8 @@ INSIDE: dict[str, tuple[float, ...]] = {
     "data.max_length": (1,),
     "train.num_train_epochs": (0.01,),
     "train.max_grad_norm": (0,),
+    "train.label_smoothing": (0, 0.9),
+    "train.label_smoothing": (0, 0.9),
     "train.seed": (0, 2**32 - 1),
     "optim.learning_rate": (0,),
     "optim.weight_decay": (0,),
@@ -646,3 +649,32 @@ def test_reading_settings_are_the_same_for_training_and_prediction() -> None:
         assert train_types[name] == predict_types[name]
         assert getattr(DataConfig(), name) == getattr(predict(), name)
         assert field_docs(DataConfig)[name] == field_docs(predict)[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data.class_weights", "{neg: 0}"], "data.class_weights: neg is 0.0: it must be greater than 0"),
+        (["--data.class_weights", "{1: 2}"], "data.class_weights: 1 stands for a label, which is text"),
+        (["--data.class_weights", "balanced", "--data.problem_type", "regression"], "data.class_weights needs classes"),
+        (
+            ["--train.label_smoothing", "0.1", "--data.problem_type", "regression"],
+            "train.label_smoothing needs classes",
+        ),
+    ],
+)
+def test_weights_that_make_no_sense(arguments: list[str], said: str) -> None:
+    assert any(problem.startswith(said) for problem in problems(parse(arguments)[0]))
+
+
+def test_class_weights_from_yaml_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data:\n  class_weights: {neg: 1, '2': 3e-1}\n", encoding="utf-8")
+    config, _ = parse(["--config", str(path)])
+    assert config.data.class_weights == {"neg": 1.0, "2": 0.3}
+    again = tmp_path / "again.yaml"
+    again.write_text(config.to_yaml(), encoding="utf-8")
+    assert parse(["--config", str(again)])[0] == config
+    assert parse(["--data.class_weights", "{neg: 1, pos: 3}"])[0].data.class_weights == {"neg": 1.0, "pos": 3.0}
+    with pytest.raises(ConfigError, match=r"expected one of none, balanced or numbers by name such as '\{neg: 1"):
+        parse(["--data.class_weights", "equal"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from finetune.data.tokenize import TokenizedTexts, tokenize
 from finetune.evaluation import Evaluation
 from finetune.launch import build_accelerator
 from finetune.loop import Training, TrainState, is_better, optimizer_step, train
+from finetune.loss import example_losses, example_weights
 from finetune.metrics import Metrics
 from finetune.model import LoadedModel, load_model
 from finetune.optim import LearningRateSchedule
@@ -104,6 +106,8 @@ class Setup:
         rate: float = 0.5,
         total_steps: int = 6,
         optim: OptimConfig | None = None,
+        class_weights: np.ndarray | None = None,
+        label_smoothing: float = 0.0,
         **changes: Any,
     ) -> None:
         self.loaded = load(bert, problem_type)
@@ -113,7 +117,8 @@ class Setup:
             max_length=32,
             cache_dir=cache,
         )
-        split = Examples(self.texts, labels_of(problem_type))
+        labels = labels_of(problem_type)
+        split = Examples(self.texts, labels, example_weights(labels, class_weights))
         optimizer = torch.optim.SGD(self.loaded.model.parameters(), lr=rate)
         optim = optim or OptimConfig(lr_scheduler_type="constant", warmup_steps=0)
         schedule = LearningRateSchedule(optimizer, optim, total_steps, greater_is_better=True)
@@ -134,6 +139,12 @@ class Setup:
             "trackers": Trackers([self.recorder]),
             "progress": TrainingProgress(Console(quiet=True, file=StringIO()), total_steps),
             "save_best": self.best_steps.append,
+            "example_losses": partial(
+                example_losses,
+                problem_type=problem_type,
+                class_weights=None if class_weights is None else torch.from_numpy(class_weights),
+                label_smoothing=label_smoothing,
+            ),
             "problem_type": problem_type,
             "total_steps": total_steps,
             "evaluation_steps": frozenset({total_steps}),
@@ -160,7 +171,14 @@ class Reference:
         self.losses: list[torch.Tensor] = []
         self.norms: list[float] = []
 
-    def step(self, rows: Sequence[int], rate: float, max_norm: float | None = None) -> None:
+    def step(
+        self,
+        rows: Sequence[int],
+        rate: float,
+        max_norm: float | None = None,
+        class_weights: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(self._ids[int(row)]) for row in rows], batch_first=True)
         logits = self.model(input_ids=ids, attention_mask=(ids != 0).long()).logits
         labels = torch.tensor(self._labels[np.array(rows)])
@@ -170,8 +188,21 @@ class Reference:
             losses = ((1 + logits.exp()).log() - labels * logits).mean(dim=1)
         else:
             losses = (logits[:, 0] - labels) ** 2
+        loss = losses.mean()
+        if class_weights is not None:  # each class probability, or each entry of the label vector, has its weight
+            weight, share = torch.tensor(class_weights), label_smoothing
+            if self._kind == SINGLE:
+                logs = logits.log_softmax(dim=1)
+                smoothed = -(1 - share) * logs[torch.arange(len(rows)), labels] - share * logs.mean(dim=1)
+                loss = (weight[labels] * smoothed).sum() / weight[labels].sum()
+            else:
+                counts = torch.where(labels == 1, weight, torch.ones_like(weight))
+                targets = torch.where(labels == 1, 1 - share / 2, share / 2)
+                entries = -targets * logits.sigmoid().log() - (1 - targets) * (1 - logits.sigmoid()).log()
+                loss = (counts * entries).sum() / counts.sum()
+            losses = loss[None]
         self.model.zero_grad()
-        losses.mean().backward()
+        loss.backward()
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in parameters))
         scale = 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
@@ -216,6 +247,40 @@ def test_updates_equal_those_of_the_whole_global_batch(
         [float(losses.mean()) for losses in reference.losses], abs=1e-5
     )
     assert [logged[step]["train/grad_norm"] for step in range(1, 7)] == pytest.approx(reference.norms, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "weights"),
+    [(SINGLE, np.array([0.4, 3.0], np.float32)), (MULTI, np.array([0.4, 3.0, 2.0], np.float32))],
+)
+@pytest.mark.parametrize(("per_device", "accumulation"), [(10, 1), (2, 5)])
+def test_weights_stand_above_and_below_the_line(
+    accelerator: Accelerator,
+    bert: Path,
+    cache: str,
+    problem_type: str,
+    weights: np.ndarray,
+    per_device: int,
+    accumulation: int,
+) -> None:
+    """The weighted mean over the whole global batch, not a mean of the micro-batches' weighted means."""
+    setup = Setup(
+        accelerator,
+        bert,
+        cache,
+        BatchSizes(per_device, 1, accumulation),
+        problem_type=problem_type,
+        rate=0.1,
+        class_weights=weights,
+        label_smoothing=0.2,
+    )
+    reference = Reference(bert, setup.texts, problem_type)
+    for rows in batches(0) + batches(1):
+        reference.step(rows, 0.1, class_weights=weights.tolist(), label_smoothing=0.2)
+    setup.train()
+    assert_same_weights(setup.training.bare_model, reference.model, load(bert, problem_type).model)
+    logged = [setup.recorder.training[step]["train/loss"] for step in range(1, 7)]
+    assert logged == pytest.approx([float(loss) for loss in reference.losses], abs=1e-5)
 
 
 @pytest.mark.parametrize(("per_device", "accumulation"), [(10, 1), (2, 5)])

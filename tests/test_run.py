@@ -57,7 +57,9 @@ def test_same_weights_whatever_the_processes_and_the_accumulation(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
     # 37 rows in global batches of 20: the second step of each epoch has 17 rows, which no share divides evenly.
+    # Weights of classes and smoothing are in it: what they divide by is of the global batch too.
     common = {"train__global_batch_size": 20, "train__num_train_epochs": 2, "train__logging_steps": 1}
+    common |= {"data__class_weights": "{neg: 1.0, pos: 3.0}", "train__label_smoothing": 0.1}
     launches = {"whole": ("cpu", 1), "1x2": ("cpu", 2), "2x1": ("ddp2", 1), "2x5": ("ddp2", 5)}
     for name, (profile, accumulation) in launches.items():
         more = {"train__gradient_accumulation_steps": accumulation}

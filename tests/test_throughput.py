@@ -34,8 +34,15 @@ def two_equal_ranks() -> Any:
     return SimpleNamespace(reduce=lambda tensor, how: {"sum": tensor * 2}[how])
 
 
-def step(examples: int, tokens: int, computed: int) -> StepInputs:
-    return StepInputs([], examples, tokens, computed)
+def step(examples: int, tokens: int, computed: int, weight: float | None = None) -> StepInputs:
+    return StepInputs([], examples, examples if weight is None else weight, tokens, computed)
+
+
+def test_the_loss_is_divided_by_the_weight_of_its_examples() -> None:
+    throughput = Throughput()
+    throughput.count(step(8, 60, 80, weight=20.0), torch.tensor(3.0))
+    throughput.count(step(4, 20, 20, weight=4.0), torch.tensor(1.5))
+    assert throughput.summarise(two_equal_ranks())["train/loss"] == pytest.approx(2 * 4.5 / 24)
 
 
 def test_rates_between_log_lines(clock: Clock) -> None:
@@ -61,7 +68,7 @@ def test_rates_between_log_lines(clock: Clock) -> None:
     assert second["train/loss"] == pytest.approx(1.0)  # nothing of the time before
     assert second["perf/examples_per_second"] == pytest.approx(2)
     assert second["perf/padding_fraction"] == pytest.approx(0.25)
-    assert throughput.total == Counts(22, 110, 140, 9.0)
+    assert throughput.total == Counts(22, 22.0, 110, 140, 9.0)
 
 
 def test_evaluation_is_not_training(clock: Clock) -> None:
@@ -85,7 +92,7 @@ def test_the_total_holds_steps_that_were_never_logged(clock: Clock) -> None:
     throughput.start()
     clock.now += 4
     throughput.count(step(8, 30, 40), torch.tensor(1.0))
-    assert throughput.total == Counts(8, 30, 40, 4.0)
+    assert throughput.total == Counts(8, 8.0, 30, 40, 4.0)
     assert throughput.total.rates() == {
         "perf/examples_per_second": 2,
         "perf/tokens_per_second": 7.5,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
@@ -26,10 +27,14 @@ PAD_TO_MULTIPLE_OF = 8  # tensor cores and AMX tiles work on multiples of eight
 
 @dataclass(frozen=True)
 class Examples:
-    """A split that is ready to be computed on: tokens and encoded labels, row by row in file order."""
+    """A split that is ready to be computed on, row by row in file order.
+
+    ``weights`` float32 ``[rows]`` is what each row counts in the mean loss; None: all the same.
+    """
 
     texts: TokenizedTexts
     labels: NDArray[Any]
+    weights: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -40,8 +45,8 @@ class MicroBatch:
     """What one forward and backward pass of this rank sees.
 
     ``inputs`` holds tensors ``[examples, tokens]`` for the model; ``labels`` ``[examples]`` or ``[examples,
-    num_labels]``; ``weights`` float32 ``[examples]`` is what each example's loss counts: 1, or 0 for the stand-in
-    of a rank that has no example left.
+    num_labels]``; ``weights`` float32 ``[examples]`` is what each example's loss counts: 1 or the weight of its class,
+    and 0 for the stand-in of a rank that has no example left.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -67,10 +72,14 @@ class MicroBatch:
 
 @dataclass
 class StepInputs:
-    """This rank's micro-batches of one optimizer step, and what the step counts over all ranks."""
+    """This rank's micro-batches of one optimizer step, and what the step counts over all ranks.
+
+    ``weight`` is the sum of the examples' weights, by which the sum of losses is divided.
+    """
 
     micro_batches: list[MicroBatch]
     examples: int
+    weight: float
     tokens: int
     computed_tokens: int
 
@@ -88,6 +97,7 @@ class Collator:
 
     def __init__(self, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> None:
         self.examples = examples
+        self.weights = np.ones(len(examples), np.float32) if examples.weights is None else examples.weights
         self._tokenizer = tokenizer
         self._longest = int(examples.texts.lengths.max(initial=1))
 
@@ -98,7 +108,8 @@ class Collator:
         pad = DataCollatorWithPadding(self._tokenizer, padding="max_length", max_length=self.padded_length(rows))
         inputs = dict(pad(features))
         labels = torch.from_numpy(self.examples.labels[rows])
-        return MicroBatch(inputs, labels, torch.full((len(rows),), float(counted)))
+        weights = torch.from_numpy(self.weights[rows]) if counted else torch.zeros(len(rows))
+        return MicroBatch(inputs, labels, weights)
 
     def padded_length(self, rows: Rows) -> int:
         """Tokens of each row once ``rows`` are padded together.
@@ -124,6 +135,7 @@ class _EpochSteps(Dataset[StepInputs]):
         return StepInputs(
             [self._collate(part) if len(part) else self._collate(rows[:1], counted=False) for part in mine],
             examples=len(rows),
+            weight=float(self._collate.weights[rows].sum(dtype=np.float64)),
             tokens=int(lengths[rows].sum()),
             computed_tokens=sum(
                 len(part) * self._collate.padded_length(part) for ranks in rounds for part in ranks if len(part)
