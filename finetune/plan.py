@@ -75,9 +75,10 @@ def _labels(splits: Splits) -> str:
 def _loss(config: Config) -> dict[str, str]:
     """How the training loss departs from the plain mean; nothing where it does not."""
     weights, smoothing = config.data.class_weights, config.train.label_smoothing
+    said = str(weights)
     if isinstance(weights, dict):
-        weights = ", ".join(f"{name} {weight:g}" for name, weight in weights.items()) + ", others 1"
-    parts = [] if weights == "none" else [f"class weights {weights}"]
+        said = ", ".join(f"{name} {weight:g}" for name, weight in weights.items()) + ", others 1"
+    parts = [] if weights == "none" else [f"class weights {said}"]
     parts += [f"label smoothing {smoothing:g}"] if smoothing else []
     return {"training loss": "; ".join(parts)} if parts else {}
 

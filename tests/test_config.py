@@ -363,7 +363,6 @@ INSIDE: dict[str, tuple[float, ...]] = {
     "train.num_train_epochs": (0.01,),
     "train.max_grad_norm": (0,),
     "train.label_smoothing": (0, 0.9),
-    "train.label_smoothing": (0, 0.9),
     "train.seed": (0, 2**32 - 1),
     "optim.learning_rate": (0,),
     "optim.weight_decay": (0,),
@@ -481,8 +480,8 @@ def test_sections_and_names_that_other_documents_rely_on() -> None:
     assert [section.name for section in fields(Config)] == list(SECTIONS)
     names = {name for name, _, _ in walk(Config())}
     relied_on = {
-        "data": "train_file validation_file text_column text_pair_column label_column max_length quoting encoding "
-        "header column_names problem_type",
+        "data": "train_file validation_file text_column text_pair_column label_column max_length truncation quoting "
+        "encoding class_weights header column_names problem_type",
         "model": "name_or_path freeze_encoder",
         "train": "output_dir per_device_train_batch_size gradient_accumulation_steps global_batch_size "
         "num_train_epochs max_steps seed max_grad_norm overwrite",
