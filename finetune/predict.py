@@ -62,6 +62,7 @@ def read_rows(config: PredictDataConfig, inputs: InputSettings, *, labelled: boo
         header=config.header,
         column_names=None if config.column_names is None else tuple(config.column_names),
         empty_text="keep",
+        label_separator=inputs.label_separator if inputs.problem_type == "multi_label_classification" else None,
     )
     return read_table(config.file or "", options, cache_dir=config.cache_dir)
 

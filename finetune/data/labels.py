@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,45 @@ def sort_labels(names: Sequence[str]) -> list[str]:
     return sorted(names)
 
 
+def similar_labels(names: Sequence[str]) -> list[list[str]]:
+    """Groups of names that a person may have meant as one.
+
+    They differ in case, width, blanks, hyphens and underscores alone, or are the same number.
+    """
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault(_alike(name), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _alike(name: str) -> object:
+    plain = unicodedata.normalize("NFKC", name).casefold().strip()
+    number = _number(plain)
+    if math.isfinite(number):
+        return number
+    return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", plain)
+
+
+def label_warnings(table: Table, labels: Labels) -> list[str]:
+    """One sentence for each group of :func:`similar_labels`, with rows and the first place of each name."""
+    groups = similar_labels(labels.names)
+    if not groups:
+        return []
+    column = _column(table)
+    rows: NDArray[np.int64] | None = None
+    if labels.problem_type == "multi_label_classification":
+        rows, column = _split(column, labels.separator)
+    warnings = []
+    for group in groups:
+        said = []
+        for name in group:
+            found = np.flatnonzero(pc.equal(column, name).to_numpy(zero_copy_only=False))
+            first = int(found[0] if rows is None else rows[found[0]])
+            said.append(f"{name!r} ({len(found):,} rows, the first is {table.where(first)})")
+        warnings.append(f"labels that may be meant as one: {', '.join(said)}")
+    return warnings
+
+
 def _column(table: Table) -> pa.Array:
     """The labels of the rows, also where the table is a selection of the rows on disk."""
     return table.dataset.select_columns(["label"]).with_format("arrow")[:].column("label").combine_chunks()
@@ -120,12 +160,11 @@ def _split(column: pa.Array, separator: str) -> tuple[NDArray[np.int64], pa.Arra
 
 
 def _numbers(column: pa.Array, table: Table) -> NDArray[np.float32]:
-    texts = column.to_pylist()
     with np.errstate(over="ignore"):  # too large for float32 becomes infinite and is refused
-        values = np.array([_number(text) for text in texts]).astype(np.float32)
+        values = np.fromiter((_number(text.as_py()) for text in column), np.float64, len(column)).astype(np.float32)
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
-        shown = [f"{table.where(int(row))}: {texts[row]!r}" for row in bad[:SHOWN]]
+        shown = [f"{table.where(int(row))}: {column[int(row)].as_py()!r}" for row in bad[:SHOWN]]
         shown += [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
         raise DataError("labels that are not finite numbers (data.problem_type regression):\n  " + "\n  ".join(shown))
     return values

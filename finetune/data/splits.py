@@ -37,6 +37,7 @@ def read_options(config: DataConfig) -> ReadOptions:
         header=config.header,
         column_names=None if config.column_names is None else tuple(config.column_names),
         empty_text=config.empty_text,
+        label_separator=config.label_separator if config.problem_type == "multi_label_classification" else None,
     )
 
 

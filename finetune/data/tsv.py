@@ -37,6 +37,7 @@ _BLOCK_BYTES = 1 << 20
 _BATCH_ROWS = 10_000
 _BATCH_CHARS = 1 << 22
 _SHOWN = 5  # lines named for each kind of problem
+_FEW_QUOTED, _MOST_QUOTED = 5, 0.9  # texts in quotes from which on a file looks like an export, not like quotations
 _NUMBER_COLUMNS = ("line", "file")
 _SETTINGS = {"text": "data.text_column", "text_pair": "data.text_pair_column", "label": "data.label_column"}
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -79,6 +80,8 @@ class ReadOptions:
     """Names of the columns of files without a header line."""
     empty_text: Literal["error", "keep", "drop"] = "error"
     """What to do with rows whose text (or second text) is empty or blank."""
+    label_separator: str | None = None
+    """Labels are sets of names with this between them: a label may be empty, or a list of strings (JSON, Parquet)."""
 
     def __post_init__(self) -> None:
         """Check the settings against each other."""
@@ -135,6 +138,8 @@ class Table:
     """Labels that had blanks around them, which were removed."""
     notes: tuple[str, ...]
     """The same for people, file by file: ``train.tsv: 3 blank lines skipped``."""
+    warnings: tuple[str, ...] = ()
+    """What was read as it stands but looks wrong, file by file."""
 
     def where(self, row: int) -> str:
         """Return file and line of a row, such as ``train.tsv:17``."""
@@ -176,6 +181,7 @@ def read_table(source: str | Sequence[str], options: ReadOptions, *, cache_dir: 
             raise DataError(f"the data cache {folder} cannot be read back: remove it and try again")
     dataset, counts = cached
     notes = [note for file, count in zip(files, counts, strict=True) for note in count.notes(file.path, options)]
+    warnings = [text for file, count in zip(files, counts, strict=True) for text in count.warnings(file.path)]
     return Table(
         dataset=dataset,
         files=tuple(file.path for file in files),
@@ -183,6 +189,7 @@ def read_table(source: str | Sequence[str], options: ReadOptions, *, cache_dir: 
         dropped_rows=sum(count.empty_texts for count in counts) if options.empty_text == "drop" else 0,
         stripped_labels=sum(count.stripped_labels for count in counts),
         notes=tuple(notes),
+        warnings=tuple(warnings),
     )
 
 
@@ -225,6 +232,14 @@ class _Counts:
     blank_lines: int = 0
     empty_texts: int = 0
     stripped_labels: int = 0
+    quoted_texts: int = 0
+
+    def warnings(self, path: str) -> Iterator[str]:
+        if self.quoted_texts >= _FEW_QUOTED and self.quoted_texts >= _MOST_QUOTED * self.rows:
+            yield (
+                f"{path}: {self.quoted_texts:,} of {self.rows:,} texts stand in double quotes, which are kept: if a "
+                "program exported them so, set data.quoting: minimal"
+            )
 
     def notes(self, path: str, options: ReadOptions) -> Iterator[str]:
         if self.blank_lines:
@@ -312,15 +327,18 @@ class _Reader:
         label = list(self.options.columns).index("label") if self.options.label_column is not None else None
         pair = self.options.text_pair_column is not None
         counts, empty_text = self.counts, self.options.empty_text
+        is_plain, may_be_empty = self.file.kind == "plain", self.options.label_separator is not None
         for line, values in rows:
             if label is not None:
                 stripped = values[label].strip()
-                if not _is_visible(stripped):
+                if not may_be_empty and not _is_visible(stripped):
                     self._problem(line, "empty label", "give every row a label, or remove the row")
                     continue
                 if stripped != values[label]:
                     counts.stripped_labels += 1
                     values[label] = stripped
+            if is_plain and len(values[0]) > 1 and values[0][0] == values[0][-1] == '"':
+                counts.quoted_texts += 1
             if not _is_visible(values[0]) or (pair and not _is_visible(values[1])):
                 counts.empty_texts += 1
                 if empty_text == "error":
@@ -404,6 +422,11 @@ class _Reader:
                 what = f"no key {_names(missing)}" if missing else "more keys than the first row"
                 self._problem(line, f"{what}; keys found: {_names(list(record))}", self._columns_remedy(missing))
                 continue
+            if isinstance(record.get(self.options.label_column or ""), list):
+                joined = self._joined(line, record[self.options.label_column])
+                if joined is None:
+                    continue
+                record[self.options.label_column] = joined
             values = [_json_string(record[name], column) for column, name in columns.items()]
             if None in values:
                 what = f"the value of {list(columns.values())[values.index(None)]!r} has the wrong type"
@@ -411,12 +434,30 @@ class _Reader:
             else:
                 yield line, values  # type: ignore[misc]  # no None among them
 
+    def _joined(self, line: int, names: list[Any]) -> str | None:
+        """A list of labels as one text; None when it cannot be told apart again."""
+        separator = self.options.label_separator
+        if separator is None:
+            remedy = "set data.problem_type: multi_label_classification where rows have several labels"
+            self._problem(line, "the label is a list", remedy)
+        elif not all(isinstance(name, str) for name in names):
+            self._problem(line, "a list of labels holds something else than strings", "write labels as strings")
+        elif bad := [name for name in names if separator in name]:
+            remedy = "set data.label_separator to a text that no label contains"
+            self._problem(line, f"the label {bad[0]!r} contains the separator {separator!r}", remedy)
+        else:
+            return separator.join(names)
+        return None
+
     def _parquet_rows(self) -> Iterator[_Row]:
         with open(self.file.path, "rb") as raw:
             parquet = pq.ParquetFile(raw)
             schema = parquet.schema_arrow
             columns = self._find_columns(schema.names, None)
+            lists = [name for name in columns.values() if _is_list(schema.field(name).type)]
             for column, name in columns.items():
+                if name in lists and column == "label":
+                    continue
                 if not _has_strings(schema.field(name).type, column):
                     what = f"column {name!r} is of type {schema.field(name).type}"
                     self._problem(None, what, "texts must be strings; labels and others strings, numbers or booleans")
@@ -425,7 +466,12 @@ class _Reader:
             for batch in parquet.iter_batches(batch_size=1000, columns=list(columns.values())):
                 for values in zip(*(_strings(batch.column(name)) for name in columns.values()), strict=True):
                     number += 1
-                    if None in values:
+                    if lists and None not in values:
+                        joined = (self._joined(number, each) if isinstance(each, list) else each for each in values)
+                        fields = [each for each in joined if each is not None]
+                        if len(fields) == len(values):
+                            yield number, fields
+                    elif None in values:
                         name = list(columns.values())[values.index(None)]
                         self._problem(number, f"column {name!r} is null", "fill or remove these rows")
                     else:
@@ -600,6 +646,10 @@ def _json_string(value: object, column: str) -> str | None:
     return str(value) if isinstance(value, _JsonNumber) else None
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
 def _has_strings(kind: pa.DataType, column: str) -> bool:
     """Whether a Parquet type gives strings, or numbers and booleans where those will do."""
     if pa.types.is_dictionary(kind):
@@ -613,7 +663,7 @@ def _has_strings(kind: pa.DataType, column: str) -> bool:
 def _strings(array: pa.Array) -> list[str | None]:
     if pa.types.is_floating(array.type):  # as Python writes them: Arrow would write 1.0 as 1
         return [None if value != value else str(value) for value in array.to_numpy(zero_copy_only=False)]
-    strings: list[str | None] = array.cast(pa.string()).to_pylist()
+    strings: list[str | None] = (array if _is_list(array.type) else array.cast(pa.string())).to_pylist()
     return strings
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, write_tsv
 
-from finetune.data.labels import Labels, learn_labels, sort_labels
+from finetune.data.labels import Labels, label_warnings, learn_labels, similar_labels, sort_labels
 from finetune.data.tsv import ReadOptions, Table, read_table
 from finetune.errors import DataError
 
@@ -199,3 +199,41 @@ def test_order_does_not_depend_on_hashing(tmp_path: Path, hash_seed: str) -> Non
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.splitlines() == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "groups"),
+    [
+        (["pos", "neg", "Pos", "POS"], [["pos", "Pos", "POS"]]),
+        (["1", "1.0", "01", "2"], [["1", "1.0", "01"]]),
+        (["1e1", "10", "-10"], [["1e1", "10"]]),
+        (["ｐｏｓ", "pos"], [["ｐｏｓ", "pos"]]),  # full width
+        (["not sure", "not_sure", "not-sure", "notsure"], [["not sure", "not_sure", "not-sure", "notsure"]]),
+        (["C", "C++", "C#", "+", "-", "_"], []),
+        (["nan", "inf", "-inf", "NaN"], [["nan", "NaN"]]),  # words like any other
+        (["é", "e"], []),
+        (["a", "b"], []),
+    ],
+)
+def test_similar_labels(names: list[str], groups: list[list[str]]) -> None:
+    assert similar_labels(names) == groups
+
+
+def test_similar_labels_are_told_with_their_places(labelled: ReadLabels) -> None:
+    table = labelled(["pos", "neg", "Pos", "neg", "pos"])
+    (warning,) = label_warnings(table, learn_labels(table, SINGLE))
+    assert warning.startswith("labels that may be meant as one: 'Pos' (1 rows, the first is ")
+    assert "train.tsv:4), 'pos' (2 rows, the first is " in warning
+    assert warning.endswith("train.tsv:2)")
+    assert label_warnings(labelled(["a", "b"]), Labels(SINGLE, ("a", "b"))) == []
+
+
+def test_similar_labels_inside_rows_of_several(labelled: ReadLabels) -> None:
+    table = labelled(["x", "y,Z", "z"])
+    (warning,) = label_warnings(table, learn_labels(table, MULTI))
+    assert "'Z' (1 rows, the first is " in warning and "train.tsv:3), 'z'" in warning
+
+
+def test_numbers_of_a_regression_are_never_alike(labelled: ReadLabels) -> None:
+    table = labelled(["1", "1.0"])
+    assert label_warnings(table, learn_labels(table, REGRESSION)) == []

@@ -444,7 +444,7 @@ def test_json_lines(read, suffix: str) -> None:
         ('{"text": 1, "label": "pos"}', "the value of 'text' has the wrong type"),
         ('{"text": null, "label": "pos"}', "the value of 'text' has the wrong type"),
         ('{"text": "good", "label": null}', "the value of 'label' has the wrong type"),
-        ('{"text": "good", "label": ["pos"]}', "the value of 'label' has the wrong type"),
+        ('{"text": "good", "label": {"a": 1}}', "the value of 'label' has the wrong type"),
         ('{"text": "good", "Label": "pos"}', "no key 'label'; keys found: 'text', 'Label'"),
         ('{"text": "\\ud800", "label": "pos"}', "surrogate"),
     ],
@@ -733,3 +733,61 @@ def test_any_bytes_give_rows_or_a_data_error(read) -> None:
             assert all(isinstance(row["text"], str) for row in table.dataset)
             outcomes["rows"] += 1
     assert min(outcomes.values()) > FUZZ_FILES // 5, outcomes
+
+
+# ---------------------------------------------------------------- several labels a row
+
+
+def test_no_label_is_a_label_set_too(read, error) -> None:
+    text = "text\tlabel\na\tx,y\nb\t\nc\t \n"
+    assert rows(read("a.tsv", text, label_separator=",")) == [("a", "x,y"), ("b", ""), ("c", "")]
+    assert error("b.tsv", text).startswith("b.tsv:3: empty label")
+
+
+def test_lists_of_labels_in_json(read, error) -> None:
+    lines = '{"text": "a", "label": ["x", "y"]}\n{"text": "b", "label": []}\n{"text": "c", "label": "y"}\n'
+    assert rows(read("a.jsonl", lines, label_separator=";")) == [("a", "x;y"), ("b", ""), ("c", "y")]
+    message = error("b.jsonl", lines)
+    assert message.startswith("b.jsonl:1: the label is a list")
+    assert "data.problem_type: multi_label_classification" in message
+    message = error("c.jsonl", '{"text": "a", "label": ["x;z", "y"]}\n', label_separator=";")
+    assert message.startswith("c.jsonl:1: the label 'x;z' contains the separator ';'")
+    assert rows(read("d.jsonl", '{"text": "a", "label": [1, 2.0]}\n', label_separator=";")) == [("a", "1;2.0")]
+    nested = '{"text": "a", "label": [["x"]]}\n'
+    assert "e.jsonl:1: a list of labels holds" in error("e.jsonl", nested, label_separator=";")
+
+
+def test_lists_of_labels_in_parquet(read, error) -> None:
+    contents = parquet(text=["a", "b"], label=pa.array([["x", "y"], []], pa.list_(pa.string())))
+    assert rows(read("a.parquet", contents, label_separator=",")) == [("a", "x,y"), ("b", "")]
+    assert error("b.parquet", contents).startswith("b.parquet:1: the label is a list")
+
+
+# ---------------------------------------------------------------- a quoted export that is not ragged
+
+
+def quoted(count: int, plain: int = 0) -> str:
+    lines = [f'"text {row}"\tpos' for row in range(count)] + [f"text {row}\tneg" for row in range(plain)]
+    return "\n".join(["text\tlabel", *lines]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "plain", "is_said"), [(5, 0, True), (4, 0, False), (18, 2, True), (17, 3, False), (0, 9, False)]
+)
+def test_a_file_of_quoted_texts_is_read_as_it_stands_and_said(read, count: int, plain: int, is_said: bool) -> None:
+    table = read("a.tsv", quoted(count, plain))
+    assert table.dataset["text"][:1] == (['"text 0"'] if count else ["text 0"])
+    assert [text.partition(": ")[2] for text in table.warnings] == (
+        [
+            f"{count} of {count + plain} texts stand in double quotes, which are kept: if a program exported them so, "
+            "set data.quoting: minimal"
+        ]
+        if is_said
+        else []
+    )
+    assert read("a.tsv").warnings == table.warnings  # from the cache too
+    assert not read("b.tsv", quoted(9), quoting="minimal").warnings
+
+
+def test_a_single_quote_character_is_no_quotation(read) -> None:
+    assert not read("a.tsv", "text\tlabel\n" + '"\tx\n' * 9).warnings
