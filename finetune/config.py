@@ -232,6 +232,8 @@ class PredictEvalConfig:
     """Examples in one forward pass of one process."""
     metrics: list[str] | None = None
     """Shipped metrics by name, a path to your own evaluate script, or a hub name. Default: by problem_type."""
+    threshold: float | None = None
+    """Probability from which on any label is given (multi-label). Default: each label's own, tuned on the dev rows."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "optim.base_batch_size": AT_LEAST_ONE,
     "eval.evals_per_epoch": POSITIVE,
     "eval.per_device_eval_batch_size": AT_LEAST_ONE,
+    "eval.threshold": ("greater than 0 and less than 1", lambda value: 0 < value < 1),
     "eval.early_stopping_patience": AT_LEAST_ONE,
 }
 

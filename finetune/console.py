@@ -95,10 +95,10 @@ def print_results(
     intervals: Mapping[str, Sequence[float]],
     per_class: Sequence[Mapping[str, object]],
     facts: Mapping[str, str],
-    num_rows: int,
+    title: str,
 ) -> None:
-    """Print the metrics of the best model with their intervals, the classes, and where everything is."""
-    table = Table(title=f"Best model on {num_rows:,} dev rows", title_justify="left", title_style="bold")
+    """Print the metrics of a model with their intervals, the classes, and where everything is."""
+    table = Table(title=title, title_justify="left", title_style="bold")
     for name, justify in (("metric", "left"), ("value", "right"), ("95 % interval", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, value in metrics.items():
@@ -114,7 +114,7 @@ def print_results(
             classes.add_row(*(f"{v:.4f}" if isinstance(v, float) else Text(str(v)) for v in row.values()))
         console.print(classes)
         if len(per_class) > 30:
-            console.print(f"… and {len(per_class) - 30} more classes in report.html")
+            console.print(f"… and {len(per_class) - 30} more classes")
     print_plan(console, facts)
 
 

@@ -56,15 +56,31 @@ def predict_logits(accelerator: Accelerator, model: PreTrainedModel, loader: Eva
 
 
 def evaluate(
-    accelerator: Accelerator, model: PreTrainedModel, loader: EvalLoader, metrics: Metrics, problem_type: str
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    loader: EvalLoader,
+    metrics: Metrics,
+    problem_type: str,
+    thresholds: NDArray[np.float64] | None = None,
 ) -> Evaluation:
-    """Compute the metrics over exactly the rows of ``loader``; the same values on every rank."""
+    """Compute the metrics over exactly the rows of ``loader``; the same values on every rank.
+
+    ``thresholds`` are the probabilities ``[num_labels]`` from which on each label of a multi-label row is given.
+    """
     started = time.perf_counter()
     logits = predict_logits(accelerator, model, loader)
-    values = on_main_process(accelerator, lambda: _judge(logits, loader.examples.labels, metrics, problem_type))
+    values = on_main_process(
+        accelerator, lambda: _judge(logits, loader.examples.labels, metrics, problem_type, thresholds)
+    )
     return Evaluation(logits, values, time.perf_counter() - started)
 
 
-def _judge(logits: NDArray[np.float32], labels: NDArray[Any], metrics: Metrics, problem_type: str) -> dict[str, float]:
+def _judge(
+    logits: NDArray[np.float32],
+    labels: NDArray[Any],
+    metrics: Metrics,
+    problem_type: str,
+    thresholds: NDArray[np.float64] | None,
+) -> dict[str, float]:
     losses = example_losses(torch.from_numpy(logits), torch.from_numpy(labels), problem_type)
-    return {"loss": float(losses.double().sum()) / len(losses), **metrics.compute(logits, labels)}
+    return {"loss": float(losses.double().sum()) / len(losses), **metrics.compute(logits, labels, thresholds)}

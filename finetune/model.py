@@ -30,7 +30,10 @@ SHOWN = 6  # new weights that a note lists before it counts the rest
 
 @dataclass(frozen=True)
 class InputSettings:
-    """What prediction must repeat of training, stored in every model folder."""
+    """What prediction must repeat of training, stored in every model folder.
+
+    ``thresholds`` are the probabilities from which on each label is given, in label order; None: 0.5, or one class.
+    """
 
     text_column: str
     text_pair_column: str | None
@@ -38,6 +41,8 @@ class InputSettings:
     max_length: int
     problem_type: str
     label_separator: str
+    truncation: str = "head"
+    thresholds: list[float] | None = None
 
     def save(self, folder: Path) -> None:
         """Write ``finetune.json``."""

@@ -15,7 +15,7 @@ from finetune.console import make_console, print_plan, print_results
 from finetune.data.labels import Labels
 from finetune.data.loader import EvalLoader, Examples
 from finetune.data.tokenize import tokenize
-from finetune.data.tsv import ReadOptions, Table, read_table
+from finetune.data.tsv import ReadOptions, Table, column_texts, read_table
 from finetune.distributed import disconnect, first_on_each_node, on_every_process, on_main_process
 from finetune.errors import ConfigError
 from finetune.evaluation import evaluate as evaluate_rows
@@ -33,6 +33,14 @@ class TrainedModel:
     loaded: LoadedModel
     inputs: InputSettings
     labels: Labels
+
+    def thresholds(self, of_all: float | None) -> NDArray[np.float64] | None:
+        """Probability from which on each label is given: ``of_all`` or those stored with the model; None: 0.5."""
+        if self.inputs.problem_type != "multi_label_classification":
+            return None
+        if of_all is not None:
+            return np.full(len(self.labels.names), of_all)
+        return None if self.inputs.thresholds is None else np.array(self.inputs.thresholds)
 
 
 def load_trained(folder: str) -> TrainedModel:
@@ -75,6 +83,7 @@ class Session:
     trained: TrainedModel
     table: Table
     loader: EvalLoader
+    thresholds: NDArray[np.float64] | None
 
 
 def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
@@ -104,7 +113,8 @@ def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
         device=accelerator.device,
     )
     model = accelerator.prepare_model(trained.loaded.model, evaluation_mode=True)
-    return Session(accelerator, replace(trained, loaded=replace(trained.loaded, model=model)), table, loader)
+    trained = replace(trained, loaded=replace(trained.loaded, model=model))
+    return Session(accelerator, trained, table, loader, trained.thresholds(config.eval.threshold))
 
 
 def predict(model_dir: str, config: PredictConfig, output: str) -> None:
@@ -128,10 +138,13 @@ def _write(path: Path, session: Session, logits: NDArray[np.float32]) -> None:
     labels, rows = session.trained.labels, session.table.dataset
     write_predictions(
         path,
-        predicted=predictions(logits, labels.problem_type),
+        predicted=predictions(logits, labels.problem_type, session.thresholds),
         probability=probabilities(logits, labels.problem_type),
         label_names=labels.names,
-        columns={name: rows[source] for name, source in input_columns(session.table, session.trained.inputs).items()},
+        columns={
+            name: column_texts(rows, source)
+            for name, source in input_columns(session.table, session.trained.inputs).items()
+        },
         separator=labels.separator,
     )
 
@@ -152,16 +165,17 @@ def evaluate(model_dir: str, config: PredictConfig) -> dict[str, float]:
     metrics = on_every_process(
         accelerator, lambda: Metrics(wanted, problem_type=problem_type, num_labels=trained.labels.num_labels)
     )
-    evaluation = evaluate_rows(accelerator, trained.loaded.model, session.loader, metrics, problem_type)
+    thresholds = session.thresholds
+    evaluation = evaluate_rows(accelerator, trained.loaded.model, session.loader, metrics, problem_type, thresholds)
     if accelerator.is_main_process:
         labels = session.loader.examples.labels
         print_results(
             make_console(visible=True),
             evaluation.metrics,
-            metrics.confidence_intervals(evaluation.logits, labels),
-            per_class_table(evaluation.logits, labels, names, problem_type) if names else [],
+            metrics.confidence_intervals(evaluation.logits, labels, thresholds=thresholds),
+            per_class_table(evaluation.logits, labels, names, problem_type, thresholds) if names else [],
             {"model": model_dir, "time": f"{evaluation.seconds:.1f} s"},
-            len(labels),
+            title=f"{len(labels):,} rows of {', '.join(Path(name).name for name in session.table.files)}",
         )
     disconnect(accelerator)
     return evaluation.metrics

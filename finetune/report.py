@@ -326,6 +326,16 @@ def _greatest(scores: NDArray[Any], among: Flags) -> Ids:
 
 
 def _per_class(run: Run, kind: str) -> ET.Element | None:
+    thresholds: Mapping[str, float] = run.results.get("thresholds") or {}
+    tuned = run.results.get("metrics_at_thresholds") or {}
+    note = None
+    if thresholds:
+        values = ", ".join(f"{name} {_number(value)}" for name, value in tuned.items())
+        note = (
+            f"Each label has the probability threshold with its best F1 on these dev rows, so the values flatter "
+            f"({values}; the metrics above are at 0.5): "
+            + ", ".join(f"{name} {value:.3f}" for name, value in thresholds.items())
+        )
     classes = run.results.get("per_class") or []
     most = max((row.get("support") or 0 for row in classes), default=0) or 1
     rows = [
@@ -341,7 +351,7 @@ def _per_class(run: Run, kind: str) -> ET.Element | None:
     drawn = table([kind, "precision#", "recall#", "F1", "dev rows"], rows)
     if len(rows) > MAX_MATRIX:
         drawn = tag("details", tag("summary", f"All {len(rows)}"), drawn)
-    return section(f"By {kind}", drawn)
+    return section(f"By {kind}", drawn, note=note)
 
 
 def _mistakes(found: Predictions, true: Ids, predicted: Ids) -> ET.Element | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from rich.console import Console
 
 from finetune.console import print_results
 from finetune.data.splits import Splits
+from finetune.data.tsv import column_texts
 from finetune.evaluation import Evaluation
 from finetune.loop import Training, TrainState
 from finetune.loss import example_losses
-from finetune.metrics import confusion_matrix, per_class_table, predictions, probabilities
+from finetune.metrics import confusion_matrix, per_class_table, predictions, probabilities, tune_thresholds
+from finetune.model import INPUTS_FILE, InputSettings
 from finetune.report import write_report
 from finetune.run_folder import LaunchRecord, write_json, write_predictions
 
@@ -40,7 +43,9 @@ class Results:
         per_class = self.per_class()
         results = self.as_dict(intervals, per_class)
         write_json(output_dir / "results.json", results)
-        write_dev_predictions(output_dir / "predictions.tsv", self.splits, logits)
+        write_dev_predictions(output_dir / "predictions.tsv", self.splits, logits, self.thresholds)
+        if self.thresholds is not None:
+            save_thresholds(output_dir / "best", self.thresholds)
         trackers = self.training.trackers
         trackers.log_evaluation_tables(
             self.state.global_step, label_names=labels.names, confusion=self.confusion(), per_class=per_class
@@ -65,7 +70,11 @@ class Results:
             "report": str(output_dir / "report.html"),
             "tracking": trackers.describe(),
         }
-        print_results(console, self.evaluation.metrics, intervals, per_class, facts, len(logits))
+        if self.thresholds is not None:
+            tuned = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics_at_thresholds().items())
+            facts["thresholds"] = f"each label's own, tuned on these dev rows and saved with the model: {tuned}"
+        title = f"Best model on {len(logits):,} dev rows"
+        print_results(console, self.evaluation.metrics, intervals, per_class, facts, title=title)
 
     def as_dict(self, intervals: dict[str, tuple[float, float]], per_class: list[dict[str, Any]]) -> dict[str, Any]:
         """The content of ``results.json``."""
@@ -83,6 +92,7 @@ class Results:
             "interval_level": 0.95,
             "labels": list(self.splits.labels.names),
             "per_class": per_class,
+            **self._thresholds_as_dict(),
             "stop_reason": state.stop_reason,
             "global_step": state.global_step,
             "epoch": training.epoch(state),
@@ -97,6 +107,23 @@ class Results:
             "global_batch_size": self.record.global_batch_size,
             "gradient_accumulation_steps": self.record.gradient_accumulation_steps,
         }
+
+    @cached_property
+    def thresholds(self) -> NDArray[np.float64] | None:
+        """The probability from which on each label is given, with the best F1 on the dev rows; multi-label only."""
+        if self.training.problem_type != "multi_label_classification":
+            return None
+        return tune_thresholds(self.evaluation.logits, self.splits.dev_labels)
+
+    def metrics_at_thresholds(self) -> dict[str, float]:
+        """The metrics at the tuned thresholds: on the rows that they were tuned on, so they flatter."""
+        return self.training.metrics.compute(self.evaluation.logits, self.splits.dev_labels, self.thresholds)
+
+    def _thresholds_as_dict(self) -> dict[str, Any]:
+        if self.thresholds is None:
+            return {}
+        named = dict(zip(self.splits.labels.names, self.thresholds.tolist(), strict=True))
+        return {"thresholds": named, "metrics_at_thresholds": self.metrics_at_thresholds()}
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """95 % interval of each metric over samples of dev rows; the loss's by the normal approximation of a mean."""
@@ -117,17 +144,27 @@ class Results:
         labels = self.splits.labels
         if not labels.names:
             return []
-        return per_class_table(self.evaluation.logits, self.splits.dev_labels, labels.names, self.training.problem_type)
+        return per_class_table(
+            self.evaluation.logits, self.splits.dev_labels, labels.names, self.training.problem_type, self.thresholds
+        )
 
 
-def write_dev_predictions(path: Path, splits: Splits, logits: NDArray[np.float32]) -> None:
+def save_thresholds(model_folder: Path, thresholds: NDArray[np.float64]) -> None:
+    """Store thresholds with a model, for prediction."""
+    inputs = InputSettings.load(model_folder)
+    write_json(model_folder / INPUTS_FILE, asdict(replace(inputs, thresholds=thresholds.tolist())))
+
+
+def write_dev_predictions(
+    path: Path, splits: Splits, logits: NDArray[np.float32], thresholds: NDArray[np.float64] | None
+) -> None:
     """``predictions.tsv``: label, prediction and probabilities of every dev row, in file order."""
     labels = splits.labels
     write_predictions(
         path,
-        predicted=predictions(logits, labels.problem_type),
+        predicted=predictions(logits, labels.problem_type, thresholds),
         probability=probabilities(logits, labels.problem_type),
         label_names=labels.names,
-        columns={"label": splits.dev.dataset["label"]},
+        columns={"label": column_texts(splits.dev.dataset, "label")},
         separator=labels.separator,
     )

@@ -379,8 +379,15 @@ def numbers(kind: type) -> list[str]:
 
 
 def test_every_number_has_a_range_and_a_test() -> None:
-    assert sorted(numbers(int) + numbers(float)) == sorted(RANGES)
-    assert sorted(OUTSIDE) == sorted(RANGES)
+    of_prediction = {"eval.threshold"}  # tested below
+    assert sorted(numbers(int) + numbers(float)) == sorted(RANGES.keys() - of_prediction)
+    assert sorted(OUTSIDE) == sorted(RANGES.keys() - of_prediction)
+
+
+@pytest.mark.parametrize(("value", "is_right"), [(0, False), (0.01, True), (0.99, True), (1, False)])
+def test_range_of_the_threshold(value: float, is_right: bool) -> None:
+    config, _ = parse(["--eval.threshold", str(value)], "finetune predict", PredictConfig)
+    assert (out_of_range(config) == []) == is_right
 
 
 @pytest.mark.parametrize("turn", range(4))

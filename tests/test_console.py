@@ -62,7 +62,7 @@ def test_markup_in_an_evaluation(word: str) -> None:
 def test_markup_in_the_results(word: str) -> None:
     console = recorder()
     per_class = [{"label": word, "precision": 0.5, "recall": 1.0, "f1": 2 / 3, "support": 3}]
-    print_results(console, {word: 0.5}, {word: (0.25, 0.75)}, per_class, {"model": f"runs/{word}"}, 11)
+    print_results(console, {word: 0.5}, {word: (0.25, 0.75)}, per_class, {"model": f"runs/{word}"}, "rows")
     text = console.export_text()
     assert text.count(word) == 3
     assert "0.2500 – 0.7500" in text
@@ -75,9 +75,11 @@ def test_results() -> None:
         {"label": "pos", "precision": 0.25, "recall": 0.0, "f1": 0.0, "support": 1234},
     ]
     metrics = {"loss": 0.125, "accuracy": 0.9, "own": 3.0}
-    print_results(console, metrics, {"accuracy": (0.85, 0.95)}, per_class, {"stopped": "all steps done"}, 1237)
+    print_results(
+        console, metrics, {"accuracy": (0.85, 0.95)}, per_class, {"stopped": "all steps done"}, "1,237 rows of test.tsv"
+    )
     rows = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in lines(console)]
-    assert ["Best model on 1,237 dev rows"] in rows
+    assert ["1,237 rows of test.tsv"] in rows
     for expected in (
         ["metric", "value", "95 % interval"],
         ["loss", "0.1250", ""],
@@ -94,16 +96,16 @@ def test_results() -> None:
 def test_many_classes_are_cut_with_a_word() -> None:
     console = recorder()
     per_class = [{"label": f"class {index}", "f1": 0.5} for index in range(33)]
-    print_results(console, {"accuracy": 0.5}, {}, per_class, {}, 100)
+    print_results(console, {"accuracy": 0.5}, {}, per_class, {}, "rows")
     text = console.export_text()
     assert "class 29" in text
     assert "class 30" not in text
-    assert "… and 3 more classes in report.html" in text
+    assert "… and 3 more classes" in text
 
 
 def test_no_classes_no_table() -> None:
     console = recorder()
-    print_results(console, {"mse": 0.5}, {}, [], {}, 100)
+    print_results(console, {"mse": 0.5}, {}, [], {}, "rows")
     assert "By class" not in console.export_text()
 
 
@@ -173,7 +175,7 @@ def test_a_quiet_console_prints_nothing_and_swallows_nothing(
         progress.training(1, 0.1, 0.5, 10)
         progress.evaluation(1, 0.1, {"loss": 0.5}, 1.0, is_best=True)
         print("a warning", file=sys.stderr)
-    print_results(console, {"loss": 0.5}, {}, [], {"model": "best"}, 3)
+    print_results(console, {"loss": 0.5}, {}, [], {"model": "best"}, "rows")
     assert output.getvalue() == ""
     assert capsys.readouterr().err == "a warning\n"
 

@@ -262,10 +262,51 @@ def test_variants_train(tmp_path: Path, finetune: Finetune, bert: Path, kind: st
         assert max(logged(run, "train/learning_rate").values()) <= 1e-3  # the default for a head alone
         assert weights["classifier.weight"].std() > 0
     if kind == "multi_label":
-        assert predictions[0].split("\t")[2:] == [f"probability_{name}" for name in ("long", "neg", "pos", "short")]
+        check_thresholds(finetune, run, dev_file, results, [line.split("\t") for line in predictions])
     if kind == "regression":
         assert predictions[0] == "label\tprediction"
         assert {"mse", "pearson"} <= results["metrics"].keys()
+
+
+def check_thresholds(finetune: Finetune, run: Path, dev_file: Path, results: Any, table: list[list[str]]) -> None:
+    """Each label's threshold has the best F1 on the dev rows that any has; it is saved with the model and used."""
+    names = ["long", "neg", "pos", "short"]
+    assert table[0][2:] == [f"probability_{name}" for name in names]
+    assert list(results["thresholds"]) == names
+    assert json.loads((run / "best" / "finetune.json").read_text())["thresholds"] == list(
+        results["thresholds"].values()
+    )
+
+    def f1(given: list[bool], predicted: list[bool]) -> float:
+        hits = sum(a and b for a, b in zip(given, predicted, strict=True))
+        return 2 * hits / max(sum(given) + sum(predicted), 1)
+
+    best = []
+    for column, name in enumerate(names, start=2):
+        given = [name in row[0].split(",") for row in table[1:]]
+        shares = [float(row[column]) for row in table[1:]]
+        predicted = [name in row[1].split(",") for row in table[1:]]
+        margins = [share - results["thresholds"][name] for share in shares]  # of shares that are written with 6 digits
+        assert all(
+            is_given == (margin > 0) for is_given, margin in zip(predicted, margins, strict=True) if abs(margin) > 1e-6
+        )
+        possible = [f1(given, [share >= level for share in shares]) for level in [*shares, 0.5]]
+        assert f1(given, predicted) == pytest.approx(max(possible))
+        best.append(max(possible))
+    assert results["metrics_at_thresholds"]["f1_macro"] == pytest.approx(sum(best) / 4)
+
+    def evaluated(*more: str) -> dict[str, str]:
+        done = succeeded(finetune("evaluate", run, "--data.file", dev_file, *more))
+        assert "10 rows of b.tsv" in done.stdout
+        rows = [line.strip("│┃ ").split("│") for line in done.stdout.splitlines() if "│" in line]
+        return {row[0].strip(): row[1].strip() for row in rows if len(row) == 3}
+
+    tuned = evaluated()
+    for name, value in results["metrics_at_thresholds"].items():
+        assert tuned[name] == f"{value:.4f}"
+    at_half = evaluated("--eval.threshold", "0.5")
+    for name in results["metrics_at_thresholds"]:
+        assert at_half[name] == f"{results['metrics'][name]['value']:.4f}"
 
 
 @pytest.mark.parametrize(

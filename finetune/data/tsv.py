@@ -193,6 +193,12 @@ def read_table(source: str | Sequence[str], options: ReadOptions, *, cache_dir: 
     )
 
 
+def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
+    """The texts of a column one by one, a batch in memory at a time."""
+    for batch in dataset.select_columns([name]).with_format("arrow").iter(_BATCH_ROWS):
+        yield from batch.column(name).to_pylist()
+
+
 class _Problems:
     """What is wrong with the files, grouped by what mends it; raised as one DataError."""
 
