@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -41,7 +41,7 @@ class InputSettings:
     max_length: int
     problem_type: str
     label_separator: str
-    truncation: str = "head"
+    truncation: Literal["head", "tail", "head_tail"] = "head"
     thresholds: list[float] | None = None
 
     def save(self, folder: Path) -> None:
@@ -278,6 +278,8 @@ def set_training_mode(model: PreTrainedModel) -> None:
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: InputSettings) -> None:
     """Write a plain HF model folder that ``transformers.pipeline`` opens with the right label names."""
     tokenizer.model_max_length = inputs.max_length
+    side = "left" if inputs.truncation == "tail" else "right"  # no tokenizer can do head_tail by itself
+    tokenizer.truncation_side = tokenizer.init_kwargs["truncation_side"] = side  # of which the latter is saved
     with _quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

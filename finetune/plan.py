@@ -14,6 +14,7 @@ from finetune.data.tsv import Table
 from finetune.model import LoadedModel
 from finetune.run_folder import LaunchRecord
 
+KEPT = {"head": "beginning", "tail": "end", "head_tail": "beginning (a quarter) and end"}
 MAX_CLASSES = 12  # classes that the plan counts one by one
 
 
@@ -39,7 +40,10 @@ def describe_plan(
         ],
         "labels": _labels(splits),
         **_loss(config),
-        "tokens": [f"max_length {loaded.max_length}", *map(_lengths, ("train", "dev"), (train_texts, dev_texts))],
+        "tokens": [
+            f"max_length {loaded.max_length}: longer texts keep their {KEPT[config.data.truncation]}",
+            *map(_lengths, ("train", "dev"), (train_texts, dev_texts)),
+        ],
         "model": [f"{config.model.name_or_path}: {_model(loaded)}", *loaded.notes],
         "batch": (
             f"{record.global_batch_size} = {record.per_device_train_batch_size} per device x {record.num_processes} "

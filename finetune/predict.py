@@ -96,10 +96,16 @@ def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
     use_all_cores(launch)
     trained = on_every_process(accelerator, lambda: load_trained(model_dir))
     table = first_on_each_node(accelerator, lambda: read_rows(config.data, trained.inputs, labelled=labelled))
-    tokenizer, max_length = trained.loaded.tokenizer, trained.inputs.max_length
+    tokenizer, inputs = trained.loaded.tokenizer, trained.inputs
     texts = first_on_each_node(
         accelerator,
-        lambda: tokenize(table.dataset, tokenizer, max_length=max_length, cache_dir=config.data.cache_dir),
+        lambda: tokenize(
+            table.dataset,
+            tokenizer,
+            max_length=inputs.max_length,
+            truncation=inputs.truncation,
+            cache_dir=config.data.cache_dir,
+        ),
     )
     labels = on_every_process(
         accelerator, lambda: trained.labels.encode(table) if labelled else np.zeros(len(texts), np.int64)

@@ -229,7 +229,13 @@ def load(config: Config, splits: Splits) -> LoadedModel:
 def tokenize_splits(splits: Splits, loaded: LoadedModel, config: DataConfig) -> tuple[TokenizedTexts, TokenizedTexts]:
     """Token ids of both splits."""
     train_texts, dev_texts = (
-        tokenize(table.dataset, loaded.tokenizer, max_length=loaded.max_length, cache_dir=config.cache_dir)
+        tokenize(
+            table.dataset,
+            loaded.tokenizer,
+            max_length=loaded.max_length,
+            truncation=config.truncation,
+            cache_dir=config.cache_dir,
+        )
         for table in (splits.train, splits.dev)
     )
     return train_texts, dev_texts
@@ -244,6 +250,7 @@ def input_settings(config: DataConfig, loaded: LoadedModel) -> InputSettings:
         max_length=loaded.max_length,
         problem_type=config.problem_type,
         label_separator=config.label_separator,
+        truncation=config.truncation,
     )
 
 

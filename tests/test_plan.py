@@ -86,7 +86,7 @@ def test_plan(describe: Describe) -> None:
     assert plan["labels"] == "2 classes: neg 1, pos 3"
     # With [CLS] and [SEP] 4, 3, 8 and 3 tokens; of 18 the one longer than 6 loses 2.
     assert plan["tokens"] == [
-        "max_length 6",
+        "max_length 6: longer texts keep their beginning",
         "train: median 4, longest 8; 1 rows (25.0%) are cut and lose 11.1% of all tokens",
         "dev: median 4, longest 5; nothing is cut",
     ]
@@ -112,7 +112,7 @@ def test_notes_of_files_and_model(describe: Describe, tmp_path: Path) -> None:
     plan = describe(train=[*TRAIN, ("good", " pos ")], max_length=100)
     assert plan["train"][0] == "train.tsv: 5 rows"
     assert plan["train"][1].endswith("train.tsv: blanks around 1 label removed")
-    assert plan["tokens"][0] == "max_length 64"
+    assert plan["tokens"][0].startswith("max_length 64: ")
     assert any(note.startswith("data.max_length lowered from 100 to 64") for note in plan["model"])
 
 

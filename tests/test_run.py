@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -268,6 +269,29 @@ def test_variants_train(tmp_path: Path, finetune: Finetune, bert: Path, kind: st
         assert {"mse", "pearson"} <= results["metrics"].keys()
 
 
+@pytest.mark.parametrize("truncation", ["tail", "head_tail"])
+def test_prediction_cuts_as_training_did(tmp_path: Path, finetune: Finetune, roberta: Path, truncation: str) -> None:
+    """max_length is more than the model takes, and texts are longer still: both ends of them count in what is kept."""
+    rows = [(" ".join([text] * 12 + [("bad", "good")[label == "pos"]]), label) for text, label in reviews(24)]
+    files = (write_tsv(tmp_path / "a.tsv", rows[:18]), write_tsv(tmp_path / "b.tsv", rows[18:]))
+    done = succeeded(
+        finetune(*options(files, roberta, "run", data__max_length=500, data__truncation=truncation, train__max_steps=2))
+    )
+    assert "data.max_length lowered from 500 to 64" in done.stdout
+    assert re.search(r"train: .*; 1[0-9] rows \([0-9.]+%\) are cut and lose [0-9.]+% of all tokens", done.stdout)
+    assert (
+        f"longer texts keep their {'end' if truncation == 'tail' else 'beginning (a quarter) and end'}" in done.stdout
+    )
+    run = tmp_path / "run"
+    assert json.loads((run / "best" / "finetune.json").read_text())["truncation"] == truncation
+    side = json.loads((run / "best" / "tokenizer_config.json").read_text()).get("truncation_side", "right")
+    assert side == ("left" if truncation == "tail" else "right")
+
+    succeeded(finetune("predict", run, files[1], "--output", tmp_path / "out.tsv"))
+    of_training = [line.split("\t")[1:] for line in (run / "predictions.tsv").read_text().splitlines()]
+    assert [line.split("\t")[2:] for line in (tmp_path / "out.tsv").read_text().splitlines()] == of_training
+
+
 def check_thresholds(finetune: Finetune, run: Path, dev_file: Path, results: Any, table: list[list[str]]) -> None:
     """Each label's threshold has the best F1 on the dev rows that any has; it is saved with the model and used."""
     names = ["long", "neg", "pos", "short"]
@@ -291,8 +315,8 @@ def check_thresholds(finetune: Finetune, run: Path, dev_file: Path, results: Any
             is_given == (margin > 0) for is_given, margin in zip(predicted, margins, strict=True) if abs(margin) > 1e-6
         )
         possible = [f1(given, [share >= level for share in shares]) for level in [*shares, 0.5]]
-        assert f1(given, predicted) == pytest.approx(max(possible))
-        best.append(max(possible))
+        assert f1(given, predicted) >= max(possible) - 1e-9
+        best.append(f1(given, predicted))
     assert results["metrics_at_thresholds"]["f1_macro"] == pytest.approx(sum(best) / 4)
 
     def evaluated(*more: str) -> dict[str, str]:

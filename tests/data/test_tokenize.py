@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from conftest import make_tokenizer, write_tsv
-from transformers import AutoTokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, BatchEncoding
 
 import finetune.data.tokenize as module
-from finetune.data.tokenize import TokenizedTexts, tokenize
+from finetune.data.tokenize import TokenizedTexts, kept_positions, tokenize
 from finetune.data.tsv import ReadOptions, read_table
 from finetune.errors import ConfigError
 
@@ -181,25 +183,101 @@ def test_what_changes_the_ids_is_tokenised_again(tmp_path: Path, bert_tokenizer:
     with pytest.raises(Called):
         tokenize(rows(tmp_path / "pairs", TEXTS, PAIRS), bert_tokenizer, max_length=8, cache_dir=str(tmp_path))
 
-    for change in ({"truncation_side": "left"}, {"split_special_tokens": True}):
-        changed = make_tokenizer("bert")
-        for name, value in change.items():
-            setattr(changed, name, value)
-        with pytest.raises(Called):
-            tokenize(data, changed, max_length=8, cache_dir=str(tmp_path))
+    changed = make_tokenizer("bert")
+    changed.split_special_tokens = True
+    with pytest.raises(Called):
+        tokenize(data, changed, max_length=8, cache_dir=str(tmp_path))
     grown = make_tokenizer("bert")
     grown.add_tokens(["unseen"])
     with pytest.raises(Called):
         tokenize(data, grown, max_length=8, cache_dir=str(tmp_path))
 
 
-def test_cutting_at_the_other_side(tmp_path: Path, bert_tokenizer: Any) -> None:
+def test_the_side_that_a_tokenizer_cuts_by_itself_does_not_count(tmp_path: Path, bert_tokenizer: Any) -> None:
     data = rows(tmp_path, ["good film bad book"])
-    right = tokenize(data, bert_tokenizer, max_length=4, cache_dir=str(tmp_path))
     bert_tokenizer.truncation_side = "left"
-    left = tokenize(data, bert_tokenizer, max_length=4, cache_dir=str(tmp_path))
-    words = [bert_tokenizer.convert_ids_to_tokens(ids_of(each)[0]) for each in (right, left)]
-    assert words == [["[CLS]", "good", "film", "[SEP]"], ["[CLS]", "bad", "book", "[SEP]"]]
+    cut = {
+        how: tokenize(data, bert_tokenizer, max_length=4, truncation=how, cache_dir=str(tmp_path))  # type: ignore[arg-type]
+        for how in ("head", "tail", "head_tail")
+    }
+    words = {how: bert_tokenizer.convert_ids_to_tokens(ids_of(each)[0]) for how, each in cut.items()}
+    assert words == {
+        "head": ["[CLS]", "good", "film", "[SEP]"],
+        "tail": ["[CLS]", "bad", "book", "[SEP]"],
+        "head_tail": ["[CLS]", "good", "book", "[SEP]"],  # a quarter of two, rounded
+    }
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_head_and_tail_are_those_of_the_tokenizer(kind: str, data: st.DataObject) -> None:
+    """As its own truncation cuts, on either side, single texts and pairs."""
+    tokenizer = TOKENIZERS.setdefault(kind, make_tokenizer(kind))
+    words = st.lists(st.sampled_from(["good", "film", "好", "unseen"]), max_size=12).map(" ".join)
+    texts = data.draw(st.lists(words, min_size=1, max_size=3))
+    pairs = data.draw(st.none() | st.lists(words, min_size=len(texts), max_size=len(texts)))
+    special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
+    max_length = data.draw(st.integers(special + 1, 30))
+    for how, side in (("head", "right"), ("tail", "left")):
+        encoded = module._encode({"text": texts, **({"text_pair": pairs} if pairs else {})}, tokenizer, max_length, how)
+        tokenizer.truncation_side = side
+        expected = tokenizer(texts, pairs, truncation=True, max_length=max_length, padding=False)
+        assert encoded["input_ids"] == expected["input_ids"]
+        if "token_type_ids" in encoded:
+            assert encoded["token_type_ids"] == expected["token_type_ids"]
+
+
+TOKENIZERS: dict[str, Any] = {}
+
+
+def test_head_and_tail_of_512_tokens_are_those_of_the_paper() -> None:
+    """[CLS], the first 128 and the last 382 of 1,000 tokens, [SEP]."""
+    kept = kept_positions([None, *[0] * 1000, None], 512, "head_tail")
+    assert kept == [0, *range(1, 129), *range(1001 - 382, 1001), 1001]
+
+
+def test_head_and_tail_of_a_pair() -> None:
+    """[CLS] 2 of 2 [SEP] 8 of 20 [SEP]: the longer text alone is cut, to a quarter and three quarters."""
+    kept = kept_positions([None, 0, 0, None, *[1] * 20, None], 13, "head_tail")
+    assert kept == [0, 1, 2, 3, 4, 5, *range(18, 24), 24]
+
+
+def test_truncation_is_part_of_the_cache_key(tmp_path: Path, bert_tokenizer: Any, no_tokenising: Any) -> None:
+    data = rows(tmp_path, TEXTS)
+    tokenize(data, bert_tokenizer, max_length=8, cache_dir=str(tmp_path))
+    no_tokenising()
+    with pytest.raises(Called):
+        tokenize(data, bert_tokenizer, max_length=8, truncation="tail", cache_dir=str(tmp_path))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=6), how=st.sampled_from(["head", "tail", "head_tail"]))
+def test_rows_are_never_lost(bert_tokenizer: Any, texts: list[str], how: Any) -> None:
+    encoded = module._encode({"text": texts}, bert_tokenizer, 9, how)
+    whole = bert_tokenizer(texts, truncation=False, padding=False)["input_ids"]
+    assert encoded["full_length"] == [len(ids) for ids in whole]
+    assert encoded["length"] == [min(len(ids), 9) for ids in whole]
+    assert [len(ids) for ids in encoded["input_ids"]] == encoded["length"]
+    assert all(ids[0] == 2 and ids[-1] == 3 for ids in encoded["input_ids"])
+
+
+class SlowTokenizer:
+    """The interface of a tokenizer written in Python: one token a character."""
+
+    is_fast = False
+
+    def __call__(self, texts: list[str], pairs: Any, return_special_tokens_mask: bool, **options: Any) -> Any:
+        assert pairs is None
+        ids = [[2, *map(ord, text), 3] for text in texts]
+        mask = [[1, *[0] * len(text), 1] for text in texts]
+        assert return_special_tokens_mask
+        return BatchEncoding({"input_ids": ids, "special_tokens_mask": mask})
+
+
+def test_a_tokenizer_in_python() -> None:
+    encoded = module._encode({"text": ["abcdefgh", "ab"]}, SlowTokenizer(), 6, "head_tail")  # type: ignore[arg-type]
+    assert encoded["input_ids"] == [[2, *map(ord, "afgh"), 3], [2, *map(ord, "ab"), 3]]
 
 
 def test_files_of_equal_name_and_other_content(tmp_path: Path, bert_tokenizer: Any) -> None:
