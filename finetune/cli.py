@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from finetune.config import PredictConfig, build_parser, out_of_range, parse, raise_all, template, validate
+from finetune.config import CheckConfig, PredictConfig, build_parser, out_of_range, parse, raise_all, template, validate
 from finetune.errors import ConfigError, FinetuneError
 
 TRAIN_HELP = """\
@@ -23,12 +23,24 @@ Fine-tune a classifier on TSV files.
   --print_config         print all settings as a commented YAML template and exit
 """
 
+CHECK_HELP = """\
+Report on the data before training: copies, leaks between the files, contradicting labels, lengths, unknown tokens,
+and what the simplest models reach. Exit code 1 when the data cannot be used as it is.
+
+  finetune check --data.train_file train.tsv --data.validation_file dev.tsv
+  finetune check --config my_run.yaml --model.name_or_path bert-base-chinese --output report.html
+
+  --config FILE|RECIPE   a run config, or a recipe that ships with the package; may be given several times
+  --output FILE          write the whole report as .html or .json too
+"""
+
 USAGE = """\
 usage: finetune COMMAND [options]
 
 Fine-tune a text classifier on TSV files with HuggingFace Accelerate.
 
 commands:
+  check       what there is to know about the data before training
   train       train.tsv and dev.tsv in, a fine-tuned classifier out
   evaluate    metrics of a trained model on a labelled file
   predict     labels and probabilities for every row of a file
@@ -84,6 +96,19 @@ def train_command(arguments: list[str]) -> int:
 
     run(config, origin)
     return 0
+
+
+def check_command(arguments: list[str]) -> int:
+    """``finetune check``."""
+    if "--help" in arguments or "-h" in arguments:
+        print(CHECK_HELP)
+        print(build_parser("finetune check", CheckConfig).format_help())
+        return 0
+    output, rest = take_option(arguments, "--output")
+    config, _ = parse(rest, "finetune check")
+    from finetune.check import check
+
+    return check(config, output)
 
 
 def evaluate_command(arguments: list[str]) -> int:
@@ -154,6 +179,7 @@ def number(text: str | None, name: str) -> int | None:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "check": check_command,
     "train": train_command,
     "evaluate": evaluate_command,
     "predict": predict_command,

@@ -201,6 +201,14 @@ class Config:
 
 
 @dataclass(frozen=True)
+class CheckConfig:
+    """What ``finetune check`` looks at; it takes a whole run config as well."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+@dataclass(frozen=True)
 class PredictDataConfig:
     """Which rows are predicted, and how they are found in the file."""
 
@@ -276,23 +284,27 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 def problems(config: Config) -> list[str]:
     """What is wrong with the values of ``config``, one sentence each; empty when all is well."""
-    found = [
-        f"{setting} is required: pass --{setting} {example}"
-        for setting, value, example in (
-            ("data.train_file", config.data.train_file, "train.tsv"),
-            ("model.name_or_path", config.model.name_or_path, "bert-base-uncased"),
-        )
-        if not value
-    ]
+    found = data_problems(config)
+    if not config.model.name_or_path:
+        found.insert(0 if config.data.train_file else 1, _required("model.name_or_path", "bert-base-uncased"))
+    return found + class_weight_problems(config)
+
+
+def data_problems(config: Config) -> list[str]:
+    """The same for what a look at the data needs."""
+    found = [] if config.data.train_file else [_required("data.train_file", "train.tsv")]
     found += out_of_range(config)
     if config.data.column_names is not None and config.data.header:
         found.append("data.column_names names the columns of files without a header line: add --data.header false")
     if not config.data.header and config.data.column_names is None:
         found.append("data.header is false: name the columns, as in --data.column_names '[text, label]'")
-    found += class_weight_problems(config)
     if not config.data.label_separator:
         found.append("data.label_separator is empty: give the character that stands between labels")
     return found
+
+
+def _required(setting: str, example: str) -> str:
+    return f"{setting} is required: pass --{setting} {example}"
 
 
 def class_weight_problems(config: Config) -> list[str]:

@@ -129,6 +129,23 @@ def load_model(
     return LoadedModel(model, tokenizer, max_length, tuple(note for note in notes if note))
 
 
+def load_tokenizer(name_or_path: str) -> tuple[PreTrainedTokenizerBase, int | None]:
+    """The tokenizer of a checkpoint and the longest input that its model takes (None: no limit); reads no weights.
+
+    Raises:
+        ConfigError: the checkpoint cannot be found, or is not a model for sequence classification.
+    """
+    source = _locate(name_or_path)
+    with _explained(name_or_path), _quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(source)
+            model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+    if Path(source, INPUTS_FILE).is_file():
+        tokenizer.model_max_length = 10**6  # as in load_model
+    return tokenizer, usable_length(model, tokenizer)
+
+
 def load_trained_model(folder: Path, inputs: InputSettings) -> LoadedModel:
     """Load a model folder as training left it.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from finetune.config import Config
 from finetune.data.batching import TrainingLength
+from finetune.data.check import DataCheck
 from finetune.data.splits import Splits
 from finetune.data.tokenize import TokenizedTexts
 from finetune.data.tsv import Table
@@ -27,6 +28,7 @@ def describe_plan(
     length: TrainingLength,
     learning_rate: str,
     record: LaunchRecord,
+    check: DataCheck,
 ) -> dict[str, str | list[str]]:
     """``{name: line or lines}`` for :func:`finetune.console.print_plan`."""
     dev_files = (
@@ -44,6 +46,7 @@ def describe_plan(
             f"max_length {loaded.max_length}: longer texts keep their {KEPT[config.data.truncation]}",
             *map(_lengths, ("train", "dev"), (train_texts, dev_texts)),
         ],
+        **_warnings(check),
         "model": [f"{config.model.name_or_path}: {_model(loaded)}", *loaded.notes],
         "batch": (
             f"{record.global_batch_size} = {record.per_device_train_batch_size} per device x {record.num_processes} "
@@ -59,6 +62,12 @@ def describe_plan(
             f"precision {'float32' if record.mixed_precision == 'no' else record.mixed_precision}"
         ),
     }
+
+
+def _warnings(check: DataCheck) -> dict[str, list[str]]:
+    """What should be looked at in the data; nothing where all is well."""
+    found = [f"warning: {finding.message}" for finding in check.of("warning")]
+    return {"data check": [*found, "places and remedies: `finetune check`, or data_check.json"]} if found else {}
 
 
 def _files(table: Table) -> str:

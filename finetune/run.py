@@ -20,6 +20,7 @@ from finetune.checkpoint import write_folder
 from finetune.config import Config, DataConfig, EvalConfig, ProblemType, validate
 from finetune.console import TrainingProgress, make_console, print_plan
 from finetune.data.batching import resolve_batch_sizes, training_length
+from finetune.data.check import DataCheck, check_data
 from finetune.data.loader import EvalLoader, Examples, TrainLoader
 from finetune.data.splits import Splits, read_splits
 from finetune.data.tokenize import TokenizedTexts, tokenize
@@ -97,6 +98,7 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
     loaded = on_every_process(accelerator, lambda: load(config, splits))
     inputs = input_settings(config.data, loaded)
     train_texts, dev_texts = first_on_each_node(accelerator, lambda: tokenize_splits(splits, loaded, config.data))
+    check = on_main_process(accelerator, lambda: check_splits(splits, train_texts, dev_texts, loaded, config.data))
     set_seed(config.train.seed + accelerator.process_index)  # or every rank would drop out the same units
 
     length = training_length(
@@ -125,11 +127,12 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
         seed=config.train.seed,
     )
     on_main_process(accelerator, lambda: start_run_folder(output_dir, config, record))
+    on_main_process(accelerator, lambda: write_json(output_dir / "data_check.json", check.as_dict()))
     trackers = open_trackers(accelerator, config, output_dir, record)
     with trackers, TrainingProgress(console, length.total_steps) as progress:
         rate_plan = f"{rate:g} at its peak ({rate_origin}), {config.optim.lr_scheduler_type}"
         rate_plan += f" after {schedule.warmup_steps} steps of warm-up"
-        plan = describe_plan(config, splits, train_texts, dev_texts, loaded, length, rate_plan, record)
+        plan = describe_plan(config, splits, train_texts, dev_texts, loaded, length, rate_plan, record, check)
         print_plan(console, {**plan, "tracking": trackers.describe(), "run folder": str(output_dir)})
         best = BestModel(accelerator, loaded, inputs, output_dir)
         training = Training(
@@ -239,6 +242,21 @@ def tokenize_splits(splits: Splits, loaded: LoadedModel, config: DataConfig) -> 
         for table in (splits.train, splits.dev)
     )
     return train_texts, dev_texts
+
+
+def check_splits(
+    splits: Splits, train_texts: TokenizedTexts, dev_texts: TokenizedTexts, loaded: LoadedModel, config: DataConfig
+) -> DataCheck:
+    """A look at the rows before they are trained on, without the baselines."""
+    return check_data(
+        {"train": splits.train, "dev": splits.dev},
+        {"train": splits.train_labels, "dev": splits.dev_labels},
+        splits.labels,
+        tokens={"train": train_texts, "dev": dev_texts},
+        tokenizer=loaded.tokenizer,
+        max_length=loaded.max_length,
+        cache_dir=config.cache_dir,
+    )
 
 
 def input_settings(config: DataConfig, loaded: LoadedModel) -> InputSettings:

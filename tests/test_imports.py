@@ -20,14 +20,15 @@ LAYERS: dict[str, set[str]] = {
     "errors": {"errors"},
     "config": {"config"},
     "leaves": {
-        "data.tsv", "data.labels", "data.batching", "data.splits", "data.tokenize", "data.loader", "data.check",
+        "data.tsv", "data.labels", "data.batching", "data.scan", "data.splits", "data.tokenize", "data.loader",
+        "data.check",
         "model", "optim", "loss", "metrics", "checkpoint", "tracking", "throughput", "console",
-        "launch", "distributed", "run_folder", "report",
+        "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page",
     },
     "evaluation": {"evaluation"},
     "loop": {"loop"},
     "before and after": {"plan", "results"},
-    "assembly": {"run", "predict", "benchmark"},
+    "assembly": {"run", "predict", "check", "benchmark"},
     "command line": {"cli"},
     "program": {"__main__"},
 }  # fmt: skip
@@ -35,15 +36,19 @@ LAYERS: dict[str, set[str]] = {
 # Leaves that need another leaf, each for one plain thing.
 BETWEEN_LEAVES = {
     "data.labels": {"data.tsv"},  # the table that labels are learned from
-    "data.splits": {"data.tsv", "data.labels", "data.batching"},  # reads both files; holds dev rows back
+    "data.scan": {"data.tsv"},  # the table that it goes through
+    "data.splits": {"data.tsv", "data.labels", "data.batching", "data.scan"},  # reads both files; holds dev rows back
     "data.loader": {"data.batching", "data.tokenize"},  # rows of a batch and their token ids
     "throughput": {"data.loader"},  # counts what a step took in
     "run_folder": {"data.batching"},  # writes the batch sizes down
-    "report": {"run_folder"},  # a page made from that folder, and written like its other files
+    "data.check": {"data.tsv", "data.scan", "data.labels", "data.splits", "data.tokenize"},  # looks at all that is read
+    "report": {"page", "run_folder"},  # a page made from that folder, and written like its other files
+    "check_console": {"data.check"},  # prints that report
+    "check_page": {"page", "data.check", "run_folder"},  # shows it, written like the other page
 }
 
 # The command line gives arguments to functions; parts of a run are none of its business.
-ALLOWED_TO_CLI = {"errors", "config", "launch", "run", "predict", "benchmark", "report", "data.check"}
+ALLOWED_TO_CLI = {"errors", "config", "launch", "run", "predict", "check", "benchmark", "report"}
 
 # Leaves take their own section or plain values. This one writes config.yaml.
 MAY_SEE_THE_WHOLE_CONFIG = {"run_folder"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import finetune.plan
 from finetune.config import Config, DataConfig, ModelConfig
 from finetune.data.batching import BatchSizes, TrainingLength
+from finetune.data.check import DataCheck, Finding
 from finetune.data.splits import read_splits
 from finetune.data.tokenize import tokenize
 from finetune.model import LoadedModel, load_model
@@ -52,6 +54,7 @@ def describe(tmp_path: Path, bert: Path, record: LaunchRecord) -> Describe:
         freeze_encoder: bool = False,
         record: LaunchRecord = record,
         more: list[str] | None = None,
+        findings: Sequence[Finding] = (),
         **changes: Any,
     ) -> dict[str, Any]:
         data = DataConfig(
@@ -74,7 +77,8 @@ def describe(tmp_path: Path, bert: Path, record: LaunchRecord) -> Describe:
         ]
         config = Config(data=data, model=ModelConfig(name_or_path="models/bert"))
         length = TrainingLength(1250, 3750, frozenset({1250, 2500, 3750}))
-        return describe_plan(config, splits, *texts, loaded, length, "2e-05 at its peak", record)
+        check = DataCheck({}, {}, findings)
+        return describe_plan(config, splits, *texts, loaded, length, "2e-05 at its peak", record, check)
 
     return describe
 
@@ -94,6 +98,15 @@ def test_plan(describe: Describe) -> None:
     assert plan["steps"] == "3,750 optimizer steps, 1,250 an epoch; evaluated 3 time(s)"
     assert plan["learning rate"] == "2e-05 at its peak"
     assert plan["machine"] == "2 x CPU, 4 CPU thread(s) each, precision float32"
+
+
+def test_warnings_of_the_data_check(describe: Describe) -> None:
+    assert "data check" not in describe()
+    findings = [Finding("warning", "leakage", "3 dev rows are in train"), Finding("info", "reader", "a note")]
+    assert describe(findings=findings)["data check"] == [
+        "warning: 3 dev rows are in train",
+        "places and remedies: `finetune check`, or data_check.json",
+    ]
 
 
 def test_parameters_by_hand(describe: Describe) -> None:

@@ -15,18 +15,8 @@ import pytest
 import yaml
 
 from finetune.errors import CheckpointError
-from finetune.report import (
-    LARGE,
-    MAX_POINTS,
-    Axes,
-    is_number,
-    reliability,
-    smoothed,
-    step_scale,
-    thin,
-    value_scale,
-    write_report,
-)
+from finetune.page import LARGE, MAX_POINTS, Axes, is_number, smoothed, step_scale, thin, value_scale
+from finetune.report import reliability, write_report
 
 SCRIPT, POLITICS, ROCK = "<script>alert(1)</script>", "政治", 'pop & "rock"'
 NAMES = [SCRIPT, POLITICS, ROCK]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from finetune.config import DataConfig
 from finetune.data.batching import stratified_split
 from finetune.data.labels import Labels, learn_labels
+from finetune.data.scan import scan
 from finetune.data.tsv import ReadOptions, Table, read_table
 from finetune.errors import DataError
 
@@ -44,6 +45,9 @@ def read_options(config: DataConfig) -> ReadOptions:
 def read_splits(config: DataConfig, seed: int) -> Splits:
     """Read both splits, or hold back a seeded, stratified part of the training rows as dev.
 
+    Copies of a text, also those that differ in case, width, punctuation and blanks alone, stay on one side: the dev
+    score would tell how well the model remembers them.
+
     Raises:
         DataError: a file cannot be read as it stands, or the dev rows have a label that the training rows lack.
     """
@@ -54,8 +58,12 @@ def read_splits(config: DataConfig, seed: int) -> Splits:
     if config.validation_file:
         dev = read_table(config.validation_file, options, cache_dir=config.cache_dir)
         return Splits(train, dev, labels, train_labels, labels.encode(dev))
-    classes: Any = train_labels if config.problem_type == "single_label_classification" else None
-    rows, dev_rows = stratified_split(classes, len(train_labels), config.validation_split, seed)
+    groups = np.unique(scan(train, config.cache_dir).near, return_inverse=True)[1]
+    firsts = np.unique(groups, return_index=True)[1]
+    classes: Any = train_labels[firsts] if config.problem_type == "single_label_classification" else None
+    _, dev_groups = stratified_split(classes, len(firsts), config.validation_split, seed)
+    is_dev = np.isin(groups, dev_groups)
+    rows, dev_rows = np.flatnonzero(~is_dev), np.flatnonzero(is_dev)
     if not len(dev_rows):
         raise DataError(
             f"{train.files[0]}: {len(train_labels)} rows are too few to hold back dev rows: give data.validation_file"
