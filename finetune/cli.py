@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -51,6 +53,7 @@ commands:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: a problem the user can mend, said in one message)."""
+    make_output_printable()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "--help"
     if command in ("-h", "--help"):
@@ -69,6 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from finetune.launch import leave_with_error
 
         return leave_with_error(str(error))
+
+
+def make_output_printable() -> None:
+    """No character of a label may end a run: ASCII output becomes UTF-8, others show ? for what they lack."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_ascii = codecs.lookup(stream.encoding).name == "ascii"
+            stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
 
 
 def train_command(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from conftest import REPOSITORY, Finetune
 
 from finetune import __version__
-from finetune.cli import main, number, take_option
+from finetune.cli import main, make_output_printable, number, take_option
 from finetune.config import Config, PredictConfig, field_docs, parse, walk
 from finetune.errors import ConfigError, DataError
 
@@ -62,7 +63,12 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith("usage: finetune COMMAND [options]\n")
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == ["train", "evaluate", "predict"]
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == [
+        "check",
+        "train",
+        "evaluate",
+        "predict",
+    ]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +132,7 @@ def test_the_printed_template_is_a_run_config(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_an_unknown_command(refused: Any) -> None:
-    assert refused("trian") == "unknown command 'trian': commands are train, evaluate, predict (finetune --help)"
+    assert refused("trian") == "unknown command 'trian': commands are check, train, evaluate, predict (finetune --help)"
 
 
 def test_nothing_given(refused: Any) -> None:
@@ -313,3 +319,15 @@ def test_a_missing_training_file(finetune: Finetune, tmp_path: Path) -> None:
     assert done.stderr.count("train.tsv") >= 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", "科技 ·".encode()), ("gbk", "科技 ·".encode("gbk")), ("cp1252", b"?? \xb7")]
+)
+def test_any_terminal_can_show_any_label(monkeypatch: pytest.MonkeyPatch, encoding: str, shown: bytes) -> None:
+    written = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(written, encoding=encoding, write_through=True))
+    make_output_printable()
+    sys.stdout.write("科技 ·")
+    assert written.getvalue() == shown

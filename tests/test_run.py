@@ -229,11 +229,13 @@ def test_variants_train(tmp_path: Path, finetune: Finetune, bert: Path, kind: st
     elif kind == "pairs":
         rows = [(f"{text}", text[::-1], label) for text, label in rows]
         header, more["data__text_pair_column"] = ("text", "second", "label"), "second"
-    elif kind == "regression":
-        rows = [(text, str(len(text.split()))) for text, _ in rows]
+    elif kind == "regression":  # of pairs
+        rows = [(text, text[::-1], str(len(text.split()))) for text, _ in rows]
+        header, more["data__text_pair_column"] = ("text", "second", "label"), "second"
         more["data__problem_type"] = "regression"
-    elif kind == "multi_label":
+    elif kind == "multi_label":  # one row in ten has none
         rows = [(text, f"{label},{'long' if len(text) > 30 else 'short'}") for text, label in rows]
+        rows = [(text, label if row % 10 else "") for row, (text, label) in enumerate(rows)]
         more["data__problem_type"] = "multi_label_classification"
     train_file, dev_file = (
         write_tsv(tmp_path / "a.tsv", rows[:30], header),

@@ -131,17 +131,25 @@ def find_copies(found: Scan, labels: NDArray[Any]) -> Copies:
     text_ids, near_ids = (np.unique(hashes, return_inverse=True)[1] for hashes in (found.exact, found.near))
     width = int(label_ids.max(initial=0)) + 1
     of_both = text_ids * width + label_ids
-    first_texts = _firsts(text_ids)
+    first_of_both, first_of_text = _firsts(of_both), _firsts(text_ids)
+    is_repeated = np.ones(len(labels), bool)
+    is_repeated[first_of_both] = False
     # A near copy is a text of its own that becomes another one when it is normalised.
-    near = first_texts[~np.isin(first_texts, first_texts[_firsts(near_ids[first_texts])])]
+    is_near = np.ones(len(first_of_text), bool)
+    is_near[_firsts(near_ids[first_of_text])] = False
     conflicts = _with_several_labels(text_ids, of_both)
-    first_of_both = _firsts(of_both)
-    rows = first_of_both[np.isin(text_ids[first_of_both], conflicts)]
+    is_conflict = np.zeros(len(labels), bool)
+    is_conflict[conflicts] = True
+    rows = first_of_both[is_conflict[text_ids[first_of_both]]]
     rows = rows[np.argsort(text_ids[rows], kind="stable")]
     groups = np.split(rows, np.flatnonzero(np.diff(text_ids[rows])) + 1) if len(rows) else []
     near_conflicts = _with_several_labels(near_ids, near_ids * width + label_ids)
-    repeated = np.setdiff1d(np.arange(len(labels)), first_of_both)
-    return Copies(repeated, near, sorted(groups, key=lambda group: int(group[0])), len(near_conflicts) - len(conflicts))
+    return Copies(
+        repeated=np.flatnonzero(is_repeated),
+        near=first_of_text[is_near],
+        conflicting=sorted(groups, key=lambda group: int(group[0])),
+        near_conflicting=len(near_conflicts) - len(conflicts),
+    )
 
 
 def _firsts(ids: Ids) -> Ids:
@@ -320,7 +328,7 @@ def _findings_of_copies(split: str, table: Table, copies: Copies, labels: Labels
 def _leaks(tables: Mapping[str, Table], scans: Mapping[str, Scan]) -> tuple[dict[str, int], list[Finding]]:
     """Dev rows whose text is among the training rows: their score says how well the model remembers."""
     dev, train = scans["dev"], scans["train"]
-    exact, near = np.isin(dev.exact, train.exact), np.isin(dev.near, train.near)
+    exact, near = _is_in(dev.exact, train.exact), _is_in(dev.near, train.near)
     counts = {"exact": int(exact.sum()), "normalised": int(near.sum())}
     if not counts["normalised"]:
         return counts, []
@@ -335,6 +343,12 @@ def _leaks(tables: Mapping[str, Table], scans: Mapping[str, Scan]) -> tuple[dict
     )
     remedy = "leave them out of one of the two, or the dev score says how well the model remembers"
     return counts, [Finding("warning", "leakage", message, tuple(places), remedy)]
+
+
+def _is_in(values: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """``np.isin`` by sorting, which is several times as fast for many hashes."""
+    ordered = np.sort(others)
+    return np.asarray(ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values)
 
 
 def _findings_of_tokens(

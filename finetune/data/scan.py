@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -34,19 +33,15 @@ class Scan:
 
 def normalised(text: str) -> str:
     """A text without case, width, punctuation and blanks: what two copies have in common that were typed twice."""
-    plain = unicodedata.normalize("NFKC", text).casefold()
-    return _dropped().sub("", plain) or plain.strip()
+    plain = (text if text.isascii() else unicodedata.normalize("NFKC", text)).casefold()
+    return plain.translate(_dropped()) or plain.strip()
 
 
 @cache
-def _dropped() -> re.Pattern[str]:
+def _dropped() -> dict[int, None]:
     """Punctuation, separators, control and format characters. Marks stay: they are vowels in Indic scripts."""
-    every = map(chr, range(sys.maxunicode + 1))
-    kept = [each for each in every if unicodedata.category(each) in _DROPPED or unicodedata.category(each)[0] in "PZ"]
-    return re.compile(f"[{re.escape(''.join(kept))}]+")
-
-
-_DROPPED = ("Cc", "Cf")
+    kinds = {code: unicodedata.category(chr(code)) for code in range(sys.maxunicode + 1)}
+    return {code: None for code, kind in kinds.items() if kind[0] in "PZ" or kind in ("Cc", "Cf")}
 
 
 def scan(table: Table, cache_dir: str | None = None) -> Scan:
