@@ -28,9 +28,9 @@ def print_check(console: Console, report: DataCheck) -> None:
         _print_baselines(console, report)
     for finding in report.findings:
         name, style = SEVERITIES[finding.severity]
-        console.print(Text(f"{name}: ", style=style) + Text(finding.message))
+        console.print(Text(f"{name}: ", style=style) + Text(finding.message), soft_wrap=True)
         for line in (*finding.places, *([f"→ {finding.remedy}"] if finding.remedy else [])):
-            console.print(Text(f"    {line}", style="dim"))
+            console.print(Text(f"    {line}", style="dim"), soft_wrap=True)  # a place stays in one piece, to be copied
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -175,7 +175,7 @@ def test_run_folder(tmp_path: Path, finetune: Finetune, review_files: tuple[Path
     names = {path.name for path in run.iterdir()}
     assert names == {
         "config.yaml", "launch.json", "metrics.jsonl", "checkpoints", "best", "predictions.tsv", "results.json",
-        "report.html",
+        "report.html", "data_check.json",
     }  # fmt: skip
     steps = 5 * 3  # 37 rows in batches of 8, three epochs
     assert sorted(logged(run, "train/loss")) == [2, 4, 5, 6, 8, 10, 12, 14, 15]
