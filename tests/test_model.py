@@ -306,6 +306,35 @@ def test_max_length_is_saved_for_the_pipeline_and_is_no_limit_for_further_traini
     assert load(tmp_path / "best", max_length=100).max_length == 64
 
 
+@pytest.mark.parametrize(("truncation", "kept"), [("tail", "bad book"), ("head", "good film")])
+def test_the_pipeline_cuts_as_training_did(bert: Path, tmp_path: Path, truncation: Any, kept: str) -> None:
+    """Four tokens are kept: two words. The checkpoint's own tokenizer may cut at the other side."""
+    from transformers import pipeline
+
+    torch.manual_seed(0)
+    loaded = load(bert, max_length=4)
+    with torch.no_grad():
+        loaded.model.classifier.weight *= 1000  # or the random model would think much the same of all texts
+    loaded.tokenizer.truncation_side = "right" if truncation == "tail" else "left"
+    save_model(tmp_path / "best", loaded.model, loaded.tokenizer, inputs(max_length=4, truncation=truncation))
+    classify = pipeline("text-classification", str(tmp_path / "best"), top_k=None, function_to_apply="none")
+    (answer,) = classify(["good film bad book"], truncation=True)
+    scores = {each["label"]: each["score"] for each in answer}
+    expected, other = logits(loaded, kept, "bad book" if kept == "good film" else "good film").tolist()
+    assert [scores["neg"], scores["pos"]] == pytest.approx(expected, abs=1e-4)
+    assert abs(expected[0] - other[0]) > 1e-3
+
+
+def test_settings_from_before_there_was_a_choice_of_truncation(tmp_path: Path) -> None:
+    inputs(truncation="head_tail").save(tmp_path)
+    assert InputSettings.load(tmp_path).truncation == "head_tail"
+    path = tmp_path / "finetune.json"
+    old = json.loads(path.read_text())
+    del old["truncation"]
+    path.write_text(json.dumps(old))
+    assert InputSettings.load(tmp_path) == inputs(truncation="head")
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"max_length": 3}'])
 def test_a_folder_that_finetune_did_not_write(bert: Path, tmp_path: Path, content: str | None) -> None:
     if content is not None:

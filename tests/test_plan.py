@@ -100,6 +100,13 @@ def test_plan(describe: Describe) -> None:
     assert plan["machine"] == "2 x CPU, 4 CPU thread(s) each, precision float32"
 
 
+@pytest.mark.parametrize(
+    ("truncation", "kept"), [("tail", "their end"), ("head_tail", "their beginning (a quarter) and end")]
+)
+def test_how_longer_texts_are_cut(describe: Describe, truncation: str, kept: str) -> None:
+    assert describe(truncation=truncation)["tokens"][0] == f"max_length 6: longer texts keep {kept}"
+
+
 def test_warnings_of_the_data_check(describe: Describe) -> None:
     assert "data check" not in describe()
     findings = [Finding("warning", "leakage", "3 dev rows are in train"), Finding("info", "reader", "a note")]
