@@ -94,7 +94,7 @@ def print_results(
     metrics: Mapping[str, float],
     intervals: Mapping[str, Sequence[float]],
     per_class: Sequence[Mapping[str, object]],
-    facts: Mapping[str, str],
+    facts: Mapping[str, str | Sequence[str]],
     title: str,
 ) -> None:
     """Print the metrics of a model with their intervals, the classes, and where everything is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -17,13 +18,13 @@ from finetune.data.loader import EvalLoader, Examples
 from finetune.data.tokenize import tokenize
 from finetune.data.tsv import ReadOptions, Table, column_texts, read_table
 from finetune.distributed import disconnect, first_on_each_node, on_every_process, on_main_process
-from finetune.errors import ConfigError
+from finetune.errors import CheckpointError, ConfigError
 from finetune.evaluation import evaluate as evaluate_rows
 from finetune.evaluation import predict_logits
 from finetune.launch import build_accelerator, check_before_start, check_connected, find_launch, use_all_cores
 from finetune.metrics import DEFAULT_METRICS, Metrics, per_class_table, predictions, probabilities
-from finetune.model import InputSettings, LoadedModel, load_trained_model
-from finetune.run_folder import write_predictions
+from finetune.model import INPUTS_FILE, InputSettings, LoadedModel, load_trained_model
+from finetune.run_folder import prediction_columns, write_predictions
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,19 @@ class TrainedModel:
     labels: Labels
 
     def thresholds(self, of_all: float | None) -> NDArray[np.float64] | None:
-        """Probability from which on each label is given: ``of_all`` or those stored with the model; None: 0.5."""
+        """Probability from which on each label is given: ``of_all`` or those stored with the model; None: 0.5.
+
+        Raises:
+            ConfigError: ``of_all`` for a model that does not give several labels a row.
+        """
+        if of_all is None:
+            return None if self.inputs.thresholds is None else np.array(self.inputs.thresholds, np.float64)
         if self.inputs.problem_type != "multi_label_classification":
-            return None
-        if of_all is not None:
-            return np.full(len(self.labels.names), of_all)
-        return None if self.inputs.thresholds is None else np.array(self.inputs.thresholds)
+            raise ConfigError(
+                "eval.threshold is for models that give several labels a row; this one was trained with "
+                f"data.problem_type {self.inputs.problem_type}: leave it out"
+            )
+        return np.full(len(self.labels.names), of_all)
 
 
 def load_trained(folder: str) -> TrainedModel:
@@ -55,7 +63,20 @@ def load_trained(folder: str) -> TrainedModel:
     loaded = load_trained_model(path, inputs)
     id2label = {int(index): name for index, name in (loaded.model.config.id2label or {}).items()}
     names = () if inputs.problem_type == "regression" else tuple(id2label[index] for index in sorted(id2label))
+    if inputs.thresholds is not None and not _are_thresholds(inputs.thresholds, len(names)):
+        raise CheckpointError(
+            f"{path / INPUTS_FILE}: thresholds must be {len(names)} numbers from 0 to 1, one for each label of the "
+            f"model, or null, which means 0.5; found {inputs.thresholds!r:.100}"
+        )
     return TrainedModel(loaded, inputs, Labels(inputs.problem_type, names, inputs.label_separator))
+
+
+def _are_thresholds(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(type(value) in (int, float) and 0 <= value <= 1 for value in values)
+    )
 
 
 def read_rows(config: PredictDataConfig, inputs: InputSettings, *, labelled: bool) -> Table:
@@ -95,6 +116,7 @@ def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
     check_connected(launch, accelerator)
     use_all_cores(launch)
     trained = on_every_process(accelerator, lambda: load_trained(model_dir))
+    thresholds = on_every_process(accelerator, lambda: trained.thresholds(config.eval.threshold))
     table = first_on_each_node(accelerator, lambda: read_rows(config.data, trained.inputs, labelled=labelled))
     tokenizer, inputs = trained.loaded.tokenizer, trained.inputs
     texts = first_on_each_node(
@@ -120,7 +142,7 @@ def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
     )
     model = accelerator.prepare_model(trained.loaded.model, evaluation_mode=True)
     trained = replace(trained, loaded=replace(trained.loaded, model=model))
-    return Session(accelerator, trained, table, loader, trained.thresholds(config.eval.threshold))
+    return Session(accelerator, trained, table, loader, thresholds)
 
 
 def predict(model_dir: str, config: PredictConfig, output: str) -> None:
@@ -133,11 +155,42 @@ def predict(model_dir: str, config: PredictConfig, output: str) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"--output {path}: the folder {path.parent} does not exist: make it first")
     session = start(model_dir, config, labelled=False)
+    on_every_process(session.accelerator, lambda: _refuse_own_columns(session))
     logits = predict_logits(session.accelerator, session.trained.loaded.model, session.loader)
     on_main_process(session.accelerator, lambda: _write(path, session, logits))
     console = make_console(visible=session.accelerator.is_main_process)
-    print_plan(console, {"rows": f"{len(logits):,}", "predictions": str(path)})
+    print_plan(console, {**_about_rows(session), **_about_thresholds(session, config), "predictions": str(path)})
     disconnect(session.accelerator)
+
+
+def _refuse_own_columns(session: Session) -> None:
+    """The output would have two columns of one name."""
+    own = prediction_columns(session.trained.labels.names)
+    twice = [name for name in input_columns(session.table, session.trained.inputs) if name in own]
+    if twice:
+        raise ConfigError(
+            f"{session.table.files[0]} has a column {twice[0]!r}, and the output adds one of that name: rename it in "
+            "the input, or leave it out there"
+        )
+
+
+def _about_rows(session: Session) -> dict[str, list[str]]:
+    """How many, and what the reader did to them or noticed."""
+    table = session.table
+    said = [*table.notes, *(f"warning: {warning}" for warning in table.warnings)]
+    return {"rows": [f"{len(table.dataset):,}", *said]}
+
+
+def _about_thresholds(session: Session, config: PredictConfig) -> dict[str, str]:
+    """From which probability on a label is given, where rows have several."""
+    labels = session.trained.labels
+    if labels.problem_type != "multi_label_classification":
+        return {}
+    if config.eval.threshold is not None:
+        return {"thresholds": f"{config.eval.threshold:g} for every label (eval.threshold)"}
+    if session.thresholds is None:
+        return {"thresholds": "0.5 for every label: none are saved with the model"}
+    return {"thresholds": "each label's own, tuned on the dev rows of training"}
 
 
 def _write(path: Path, session: Session, logits: NDArray[np.float32]) -> None:
@@ -180,7 +233,12 @@ def evaluate(model_dir: str, config: PredictConfig) -> dict[str, float]:
             evaluation.metrics,
             metrics.confidence_intervals(evaluation.logits, labels, thresholds=thresholds),
             per_class_table(evaluation.logits, labels, names, problem_type, thresholds) if names else [],
-            {"model": model_dir, "time": f"{evaluation.seconds:.1f} s"},
+            {
+                "model": model_dir,
+                **_about_thresholds(session, config),
+                **_about_rows(session),
+                "time": f"{evaluation.seconds:.1f} s",
+            },
             title=f"{len(labels):,} rows of {', '.join(Path(name).name for name in session.table.files)}",
         )
     disconnect(accelerator)

@@ -8,7 +8,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -215,19 +216,27 @@ def write_predictions(
         columns: further columns by name, such as ``label``.
         separator: between several labels of a row.
     """
-    names = [f"probability_{name}" for name in label_names]
-    header = [*columns, "prediction", *names]
-    lines = ["\t".join(map(_cell, header))]
-    for row, (*given, prediction) in enumerate(zip(*columns.values(), predicted, strict=True)):
-        if not label_names:
-            text, shares = f"{float(prediction):.6g}", []
-        elif predicted.ndim == 2:
-            text = separator.join(name for name, is_given in zip(label_names, prediction, strict=True) if is_given)
-            shares = probability[row]
-        else:
-            text, shares = label_names[int(prediction)], probability[row]
-        lines.append("\t".join([*map(_cell, given), _cell(text), *(f"{share:.6f}" for share in shares)]))
-    write_text(path, "\n".join(lines) + "\n")
+    header = [*columns, *prediction_columns(label_names)]
+
+    def lines() -> Iterator[str]:
+        yield "\t".join(map(_cell, header))
+        for row, (*given, prediction) in enumerate(zip(*columns.values(), predicted, strict=True)):
+            if not label_names:
+                text, shares = f"{float(prediction):.6g}", []
+            elif predicted.ndim == 2:
+                text = separator.join(name for name, is_given in zip(label_names, prediction, strict=True) if is_given)
+                shares = probability[row]
+            else:
+                text, shares = label_names[int(prediction)], probability[row]
+            yield "\t".join([*map(_cell, given), _cell(text), *(f"{share:.6f}" for share in shares)])
+
+    with _staged(path) as staged, staged.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.writelines(f"{line}\n" for line in lines())  # as they come: all together may not fit into memory
+
+
+def prediction_columns(label_names: Sequence[str]) -> list[str]:
+    """The columns that :func:`write_predictions` adds to those given."""
+    return ["prediction", *(f"probability_{name}" for name in label_names)]
 
 
 def _cell(text: str) -> str:
@@ -237,10 +246,19 @@ def _cell(text: str) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
+    with _staged(path) as staged:
+        staged.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """A file to write in the place of ``path``, which it takes when all went well."""
     staged = path.with_name(f".{path.name}.staged")
     try:
-        staged.write_text(text, encoding="utf-8", newline="\n")
+        yield staged
         staged.replace(path)
-    except OSError as error:
+    except BaseException as error:
         staged.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -11,6 +11,9 @@ import torch
 from conftest import Finetune, write_tsv
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from finetune.config import PredictConfig, PredictDataConfig, PredictEvalConfig
+from finetune.predict import evaluate, predict
+
 CASES = Path(__file__).parent / "data" / "cases"
 
 
@@ -22,6 +25,11 @@ def trained(finetune: Finetune, case: str, model: Path, run: Path, *more: object
     return done
 
 
+def predict_config(file: Path, cache: Path, batch_size: int) -> PredictConfig:
+    data = PredictDataConfig(file=str(file), cache_dir=str(cache / "cache"))
+    return PredictConfig(data, PredictEvalConfig(per_device_eval_batch_size=batch_size))
+
+
 def table(path: Path) -> list[dict[str, str]]:
     header, *lines = path.read_text(encoding="utf-8").splitlines()
     return [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
@@ -30,7 +38,7 @@ def table(path: Path) -> list[dict[str, str]]:
 def test_case_38_rows_keep_their_order_and_their_probabilities(
     tmp_path: Path, finetune: Finetune, roberta: Path
 ) -> None:
-    """Any batch size, one and three processes; each row as if it had been predicted alone."""
+    """Any batch size, one and two processes; each row as if it had been predicted alone."""
     case = CASES / "38_predict_order"
     ids = json.loads((case / "expect.json").read_text(encoding="utf-8"))["extra"]["id_order"]
     more = ["--train.max_steps", 10, "--optim.learning_rate", 1e-2]
@@ -44,11 +52,15 @@ def test_case_38_rows_keep_their_order_and_their_probabilities(
             for text in texts
         ]
     assert torch.stack(alone)[:, 0].std() > 1e-4  # the rows differ, or their order could not be seen
-    for batch, profile in ((1, None), (5, "ddp2")):
-        output = tmp_path / "out.tsv"
-        arguments = ["predict", best, case / "test.tsv", "--output", output, "--eval.per_device_eval_batch_size", batch]
-        done = finetune(*arguments, profile=profile, launcher=["--num_processes", "3"] if profile else [])
-        assert done.returncode == 0, done.stderr
+    output = tmp_path / "out.tsv"
+    for batch, processes in ((1, 1), (2, 1), (5, 1), (16, 1), (5, 2)):
+        if processes == 1:  # here and now: launches take seconds
+            predict(str(best), predict_config(case / "test.tsv", tmp_path, batch), str(output))
+        else:
+            arguments = ["predict", best, case / "test.tsv", "--output", output]
+            arguments += ["--eval.per_device_eval_batch_size", batch]
+            done = finetune(*arguments, profile="ddp2", launcher=["--num_processes", str(processes)])
+            assert done.returncode == 0, done.stderr
         rows = table(output)
         assert [row["id"] for row in rows] == ids
         assert [row["text"] for row in rows] == texts
@@ -59,24 +71,26 @@ def test_case_38_rows_keep_their_order_and_their_probabilities(
 
 
 def test_case_34_every_dev_row_counts_once(tmp_path: Path, finetune: Finetune, bert: Path) -> None:
-    """Nine dev rows and equal metrics for any batch size, one process and four."""
+    """Nine dev rows and equal metrics for any batch size, one process and three."""
     done = trained(finetune, "34_uneven_eval", bert, tmp_path / "run", "--train.max_steps", 2)
     assert "Best model on 9 dev rows" in done.stdout
     expected = json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]
-    for batch, processes in ((5, 1), (2, 4)):
-        arguments = ["--data.file", CASES / "34_uneven_eval" / "dev.tsv", "--eval.per_device_eval_batch_size", batch]
-        launcher = ["--num_processes", str(processes)]
-        profile = "ddp2" if processes > 1 else None
-        done = finetune("evaluate", tmp_path / "run", *arguments, profile=profile, launcher=launcher if profile else [])
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("9 rows of dev.tsv") == 1
-        values = dict(
-            [cell.strip() for cell in line.strip("│ ").split("│")][:2]
-            for line in done.stdout.splitlines()
-            if line.count("│") == 4
-        )
+    for batch in (1, 2, 4, 5, 16):
+        config = predict_config(CASES / "34_uneven_eval" / "dev.tsv", tmp_path, batch)
+        metrics = evaluate(str(tmp_path / "run"), config)
         for name, metric in expected.items():
-            assert float(values[name]) == pytest.approx(metric["value"], abs=5.1e-5)
+            assert metrics[name] == pytest.approx(metric["value"], abs=1e-6)
+    arguments = ["--data.file", CASES / "34_uneven_eval" / "dev.tsv", "--eval.per_device_eval_batch_size", 2]
+    done = finetune("evaluate", tmp_path / "run", *arguments, profile="ddp2", launcher=["--num_processes", "3"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("9 rows of dev.tsv") == 1
+    values = dict(
+        [cell.strip() for cell in line.strip("│ ").split("│")][:2]
+        for line in done.stdout.splitlines()
+        if line.count("│") == 4
+    )
+    for name, metric in expected.items():
+        assert float(values[name]) == pytest.approx(metric["value"], abs=5.1e-5)
 
 
 def test_case_36_the_rest_of_an_epoch_is_a_step(tmp_path: Path, finetune: Finetune, bert: Path) -> None:
@@ -115,6 +129,10 @@ def test_case_16_names_that_are_numbers(tmp_path: Path, finetune: Finetune, bert
         row["label"] for row in table(CASES / "16_label_not_contiguous" / "dev.tsv")
     ]
     assert set(rows[0]) == {"label", "prediction", "probability_-1", "probability_2", "probability_5"}
+    for row in rows:
+        shares = {name: float(row[f"probability_{name}"]) for name in ("-1", "2", "5")}
+        assert row["prediction"] == max(shares, key=shares.__getitem__)
+        assert sum(shares.values()) == pytest.approx(1, abs=2e-6)
 
 
 def test_case_31_leaks_are_said_before_training(tmp_path: Path, finetune: Finetune, bert: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,9 @@ from finetune.data.tsv import Table
 from finetune.errors import DataError
 
 SHOWN = 5  # places that an error lists before it counts the rest
+# Punctuation that adds nothing to a name when it stands around it. Not + - # and the like: C, C++ and C# differ.
+_AROUND = " \t.,;:!?\"'`´‘’“”„«»‹›()[]{}《》〈〉「」『』【】、。・…"
+_is_number = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?").fullmatch
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,13 @@ class Labels:
         unknown = np.flatnonzero(ids.is_null().to_numpy(zero_copy_only=False))
         if not len(unknown):
             return
-        shown = [
-            f"{table.where(int(position if rows is None else rows[position]))}: {texts[int(position)].as_py()!r}"
-            for position in unknown[:SHOWN]
-        ]
+        alike = {_alike(name): name for name in self.names}
+        shown = []
+        for position in unknown[:SHOWN]:
+            name = texts[int(position)].as_py()
+            known = alike.get(_alike(name))
+            place = table.where(int(position if rows is None else rows[position]))
+            shown.append(f"{place}: {name!r}" + (f" (the training rows have {known!r})" if known is not None else ""))
         more = f"\n  and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
         raise DataError(
             f"{len(unknown)} label(s) that the training rows do not have:\n  "
@@ -107,9 +114,10 @@ def sort_labels(names: Sequence[str]) -> list[str]:
 
 
 def similar_labels(names: Sequence[str]) -> list[list[str]]:
-    """Groups of names that a person may have meant as one.
+    """Groups of names that a person may have meant as one, each in the order of ``names``.
 
-    They differ in case, width, blanks, hyphens and underscores alone, or are the same number.
+    They differ in case, width, Unicode normal form, invisible characters, blanks, hyphens, underscores or surrounding
+    punctuation alone, or are the same number.
     """
     groups: dict[object, list[str]] = {}
     for name in names:
@@ -118,11 +126,14 @@ def similar_labels(names: Sequence[str]) -> list[list[str]]:
 
 
 def _alike(name: str) -> object:
-    plain = unicodedata.normalize("NFKC", name).casefold().strip()
-    number = _number(plain)
-    if math.isfinite(number):
-        return number
-    return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", plain)
+    """What names that may be meant as one have in common."""
+    plain = "".join(char for char in unicodedata.normalize("NFKC", name) if unicodedata.category(char) != "Cf").strip()
+    bare = plain.strip(_AROUND)
+    for text in (plain, bare):
+        if _is_number(text):
+            return Decimal(text)  # not float, in which long ids run together
+    joined = re.sub(r"(?<=[^\W\d])[\s_-]+(?=\w)|(?<=\w)[\s_-]+(?=[^\W\d])", "", bare or plain)
+    return unicodedata.normalize("NFKC", joined.casefold())
 
 
 def label_warnings(table: Table, labels: Labels) -> list[str]:
@@ -135,14 +146,24 @@ def label_warnings(table: Table, labels: Labels) -> list[str]:
     if labels.problem_type == "multi_label_classification":
         rows, column = _split(column, labels.separator)
     warnings = []
-    for group in groups:
+    for group in groups[:SHOWN]:
         said = []
-        for name in group:
+        for name in group[:SHOWN]:
             found = np.flatnonzero(pc.equal(column, name).to_numpy(zero_copy_only=False))
-            first = int(found[0] if rows is None else rows[found[0]])
-            said.append(f"{name!r} ({len(found):,} rows, the first is {table.where(first)})")
-        warnings.append(f"labels that may be meant as one: {', '.join(said)}")
+            places = found if rows is None else rows[found]
+            first = f", first {table.where(int(places[0]))}" if len(places) else ""
+            said.append(f"{_told(name, group)} ({len(found):,} row{'' if len(found) == 1 else 's'}{first})")
+        more = f" and {len(group) - SHOWN} more" if len(group) > SHOWN else ""
+        warnings.append(f"labels that may be meant as one: {', '.join(said)}{more}")
+    if len(groups) > SHOWN:
+        warnings.append(f"labels that may be meant as one: {len(groups) - SHOWN} more such groups")
     return warnings
+
+
+def _told(name: str, others: Sequence[str]) -> str:
+    """A name in quotes; with its code points escaped where another one looks the same."""
+    shown = [unicodedata.normalize("NFC", other) for other in others]
+    return repr(name) if shown.count(unicodedata.normalize("NFC", name)) == 1 else f"{name!r} = {name!a}"
 
 
 def _column(table: Table) -> pa.Array:

@@ -32,14 +32,20 @@ from datasets.arrow_writer import ArrowWriter
 
 from finetune.errors import ConfigError, DataError
 
-_VERSION = 1  # of the cache: raise it when the same bytes would be read differently
+_VERSION = 2  # of the cache: raise it when the same bytes would be read differently
 _BLOCK_BYTES = 1 << 20
 _BATCH_ROWS = 10_000
 _BATCH_CHARS = 1 << 22
 _SHOWN = 5  # lines named for each kind of problem
 _FEW_QUOTED, _MOST_QUOTED = 5, 0.9  # texts in quotes from which on a file looks like an export, not like quotations
 _NUMBER_COLUMNS = ("line", "file")
+_TYPES_REMEDY = "texts must be strings; labels strings, numbers or booleans"
 _SETTINGS = {"text": "data.text_column", "text_pair": "data.text_pair_column", "label": "data.label_column"}
+_OTHER_DELIMITERS = {
+    ",": "commas stand between the names: name the file .csv",
+    "\t": "tabs stand between the names: name the file .tsv",
+    ";": "semicolons stand between the names: export the file with tabs, as .tsv, or with commas, as .csv",
+}
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json-lines", ".json")
 _MAGIC = {
@@ -114,10 +120,15 @@ class ReadOptions:
             raise ConfigError("\n".join(problems))
 
     @property
+    def roles(self) -> dict[str, str]:
+        """``text``, ``text_pair`` and ``label``, where asked for -> column of the file; other columns are just kept."""
+        roles = {"text": self.text_column, "text_pair": self.text_pair_column, "label": self.label_column}
+        return {role: name for role, name in roles.items() if name is not None}
+
+    @property
     def columns(self) -> dict[str, str]:
         """Column of the dataset -> column of the file, without those that ``keep_all_columns`` adds."""
-        roles = {"text": self.text_column, "text_pair": self.text_pair_column, "label": self.label_column}
-        used = {role: name for role, name in roles.items() if name is not None}
+        used = self.roles
         return used | {name: name for name in self.extra_columns if name not in used}
 
 
@@ -152,8 +163,9 @@ def read_table(source: str | Sequence[str], options: ReadOptions, *, cache_dir: 
 
     The suffix tells the format: ``.csv``, ``.jsonl`` (``.ndjson``, ``.json-lines``, ``.json``: one object a line),
     ``.parquet``; anything else is tab-separated. Text formats may be compressed: ``.gz``, ``.zst``. JSON numbers and
-    booleans become labels as their JSON text; Parquet numbers likewise. Rows are cached under ``cache_dir`` (None:
-    ``finetune`` in the cache folder of `datasets`), by the contents of the files and the options.
+    booleans become labels as their JSON text; Parquet numbers likewise. Columns that are just kept take any value: null
+    as an empty cell, lists and objects as JSON text. Rows are cached under ``cache_dir`` (None: ``finetune`` in the
+    cache folder of `datasets`), by the contents of the files and the options.
 
     Raises:
         DataError: A file is missing, has no rows, or has lines that cannot be taken exactly as they are. The message
@@ -181,7 +193,7 @@ def read_table(source: str | Sequence[str], options: ReadOptions, *, cache_dir: 
             raise DataError(f"the data cache {folder} cannot be read back: remove it and try again")
     dataset, counts = cached
     notes = [note for file, count in zip(files, counts, strict=True) for note in count.notes(file.path, options)]
-    warnings = [text for file, count in zip(files, counts, strict=True) for text in count.warnings(file.path)]
+    warnings = [text for file, count in zip(files, counts, strict=True) for text in count.warnings(file.path, options)]
     return Table(
         dataset=dataset,
         files=tuple(file.path for file in files),
@@ -238,14 +250,27 @@ class _Counts:
     blank_lines: int = 0
     empty_texts: int = 0
     stripped_labels: int = 0
-    quoted_texts: int = 0
+    empty_labels: int = 0
+    headers: int = 0  # rows that repeat the header
+    first_header: int = 0  # the line of the first of them
+    has_quoted_name: bool = False  # in the header; this and the next three are for files whose quotes are characters
+    texts_with_quotes: int = 0
+    quoted_texts: int = 0  # begin and end with a quote; those between, if any, are doubled
+    escaped_texts: int = 0  # of these, the ones with doubled quotes: hardly by chance
 
-    def warnings(self, path: str) -> Iterator[str]:
-        if self.quoted_texts >= _FEW_QUOTED and self.quoted_texts >= _MOST_QUOTED * self.rows:
+    def warnings(self, path: str, options: ReadOptions) -> Iterator[str]:
+        texts = self.rows - (self.empty_texts if options.empty_text == "keep" else 0)
+        enough = self.quoted_texts >= (1 if self.has_quoted_name else _FEW_QUOTED)
+        every_text = enough and self.quoted_texts >= _MOST_QUOTED * texts
+        where_needed = self.texts_with_quotes == self.escaped_texts >= _FEW_QUOTED
+        if every_text or where_needed:
             yield (
-                f"{path}: {self.quoted_texts:,} of {self.rows:,} texts stand in double quotes, which are kept: if a "
+                f"{path}: {self.quoted_texts:,} of {texts:,} texts stand in double quotes, which are kept: if a "
                 "program exported them so, set data.quoting: minimal"
             )
+        if self.headers:
+            more = f" and {self.headers - 1:,} more" if self.headers > 1 else ""
+            yield f"{path}:{self.first_header}{more}: the row repeats the header: were several files put together here?"
 
     def notes(self, path: str, options: ReadOptions) -> Iterator[str]:
         if self.blank_lines:
@@ -255,6 +280,8 @@ class _Counts:
             yield f"{path}: {_number(self.empty_texts, 'row')} with an empty text {fate}"
         if self.stripped_labels:
             yield f"{path}: blanks around {_number(self.stripped_labels, 'label')} removed"
+        if self.empty_labels:
+            yield f"{path}: {_number(self.empty_labels, 'row')} without a label"
 
 
 @dataclass(frozen=True)
@@ -330,28 +357,44 @@ class _Reader:
 
     def _checked(self, rows: Iterator[_Row]) -> Iterator[_Row]:
         """Strip and check labels, deal with empty texts."""
-        label = list(self.options.columns).index("label") if self.options.label_column is not None else None
+        label = list(self.options.roles).index("label") if self.options.label_column is not None else None
         pair = self.options.text_pair_column is not None
+        names = list(self.options.roles.values())
+        header = names if len(names) > 1 and self.options.header and self.file.kind in ("plain", "quoted") else None
         counts, empty_text = self.counts, self.options.empty_text
         is_plain, may_be_empty = self.file.kind == "plain", self.options.label_separator is not None
         for line, values in rows:
-            if label is not None:
-                stripped = values[label].strip()
-                if not may_be_empty and not _is_visible(stripped):
-                    self._problem(line, "empty label", "give every row a label, or remove the row")
-                    continue
-                if stripped != values[label]:
-                    counts.stripped_labels += 1
-                    values[label] = stripped
-            if is_plain and len(values[0]) > 1 and values[0][0] == values[0][-1] == '"':
-                counts.quoted_texts += 1
             if not _is_visible(values[0]) or (pair and not _is_visible(values[1])):
                 counts.empty_texts += 1
+                if empty_text == "drop":
+                    continue
                 if empty_text == "error":
                     self._problem(line, "empty text", "fill or remove them, or set data.empty_text: keep or drop")
-                if empty_text != "keep":
-                    continue
+            if label is not None:
+                stripped = values[label].strip()
+                if not _is_visible(stripped):
+                    if not may_be_empty:
+                        self._problem(line, "empty label", "give every row a label, or remove the row")
+                        continue
+                    counts.empty_labels += 1
+                    values[label] = ""
+                elif stripped != values[label]:
+                    counts.stripped_labels += 1
+                    values[label] = stripped
+            if is_plain and '"' in values[0]:
+                self._count_quotes(values[0])
+            if header and values[0].endswith(header[0]) and _is_header(values, header):
+                counts.headers += 1
+                counts.first_header = counts.first_header or line
             yield line, values
+
+    def _count_quotes(self, text: str) -> None:
+        """Tell a text that a program has put in quotes from one that has quotes of its own."""
+        inner = text[1:-1]
+        is_quoted = len(text) > 1 and text[0] == text[-1] == '"' and '"' not in inner.replace('""', "")
+        self.counts.texts_with_quotes += 1
+        self.counts.quoted_texts += is_quoted
+        self.counts.escaped_texts += is_quoted and '"' in inner
 
     def _rows(self) -> Iterator[_Row]:
         """Yield the fields that ``columns`` asks for, in that order."""
@@ -369,6 +412,7 @@ class _Reader:
             if not line:
                 return
         picks = [names.index(name) for name in self._find_columns(names, line).values()]
+        self.counts.has_quoted_name = any(len(name) > 1 and name[0] == name[-1] == '"' for name in names)
         width = len(names)
         named = max(i for i, name in enumerate(names, 1) if name)  # a trailing tab adds columns without a name
         for line, fields in rows:
@@ -400,6 +444,8 @@ class _Reader:
                 except csv.Error as error:
                     what = "a quote opens in this row and never closes" if "end of data" in str(error) else str(error)
                     remedy = "double the quotes inside a quoted field, or set data.quoting: none if quotes are text"
+                    others = [other for other in _OTHER_DELIMITERS if other != delimiter and f'"{other}"' in line]
+                    remedy = _OTHER_DELIMITERS[others[0]] if number == 1 and others else remedy
                     self._problem(number, what, remedy)
                 else:
                     yield number, fields
@@ -413,6 +459,7 @@ class _Reader:
             object_pairs_hook=_unique_keys, parse_int=_JsonNumber, parse_float=_JsonNumber, parse_constant=_refuse
         ).decode
         columns: Mapping[str, str] | None = None
+        roles: Mapping[str, str | None] = {}
         for line, text in self._lines():
             try:
                 record = decode(text)
@@ -422,37 +469,43 @@ class _Reader:
             if not isinstance(record, dict):
                 self._problem(line, "not a JSON object", "write one JSON object a line")
                 continue
-            columns = columns or self._settle_columns(list(record), line)
+            if columns is None:
+                columns = self._settle_columns(list(record), line)
+                roles = self._roles(columns)
             missing = [name for name in columns.values() if name not in record]
             if missing or (self.options.keep_all_columns and len(record) != len(set(columns.values()))):
                 what = f"no key {_names(missing)}" if missing else "more keys than the first row"
                 self._problem(line, f"{what}; keys found: {_names(list(record))}", self._columns_remedy(missing))
                 continue
             if isinstance(record.get(self.options.label_column or ""), list):
-                joined = self._joined(line, record[self.options.label_column])
+                joined = self._joined(line, [_json_string(name, "label") for name in record[self.options.label_column]])
                 if joined is None:
                     continue
                 record[self.options.label_column] = joined
-            values = [_json_string(record[name], column) for column, name in columns.items()]
+            try:
+                values = [_json_string(record[name], roles[column]) for column, name in columns.items()]
+            except RecursionError:
+                self._problem(line, "lists or objects inside each other, too deep to keep", "leave this column out")
+                continue
             if None in values:
                 what = f"the value of {list(columns.values())[values.index(None)]!r} has the wrong type"
-                self._problem(line, what, "texts must be JSON strings; labels and others strings, numbers or booleans")
+                self._problem(line, what, _TYPES_REMEDY)
             else:
                 yield line, values  # type: ignore[misc]  # no None among them
 
-    def _joined(self, line: int, names: list[Any]) -> str | None:
+    def _joined(self, line: int, names: Sequence[str | None]) -> str | None:
         """A list of labels as one text; None when it cannot be told apart again."""
         separator = self.options.label_separator
         if separator is None:
             remedy = "set data.problem_type: multi_label_classification where rows have several labels"
             self._problem(line, "the label is a list", remedy)
-        elif not all(isinstance(name, str) for name in names):
-            self._problem(line, "a list of labels holds something else than strings", "write labels as strings")
-        elif bad := [name for name in names if separator in name]:
+        elif None in names:
+            self._problem(line, "a list of labels holds something else than strings", _TYPES_REMEDY)
+        elif bad := [name for name in names if name and separator in name]:
             remedy = "set data.label_separator to a text that no label contains"
             self._problem(line, f"the label {bad[0]!r} contains the separator {separator!r}", remedy)
         else:
-            return separator.join(names)
+            return separator.join(name for name in names if name)
         return None
 
     def _parquet_rows(self) -> Iterator[_Row]:
@@ -460,28 +513,24 @@ class _Reader:
             parquet = pq.ParquetFile(raw)
             schema = parquet.schema_arrow
             columns = self._find_columns(schema.names, None)
-            lists = [name for name in columns.values() if _is_list(schema.field(name).type)]
+            roles = self._roles(columns)
             for column, name in columns.items():
-                if name in lists and column == "label":
-                    continue
-                if not _has_strings(schema.field(name).type, column):
-                    what = f"column {name!r} is of type {schema.field(name).type}"
-                    self._problem(None, what, "texts must be strings; labels and others strings, numbers or booleans")
+                kind = schema.field(name).type
+                is_list_of_labels = roles[column] == "label" and _is_list(kind)
+                if not _has_strings(kind.value_type if is_list_of_labels else kind, roles[column]):
+                    self._problem(None, f"column {name!r} is of type {kind}", _TYPES_REMEDY)
                     raise _Stop
             number = 0
-            for batch in parquet.iter_batches(batch_size=1000, columns=list(columns.values())):
-                for values in zip(*(_strings(batch.column(name)) for name in columns.values()), strict=True):
+            for batch in parquet.iter_batches(batch_size=1000, columns=list(dict.fromkeys(columns.values()))):
+                for values in zip(*(_cells(batch.column(name), roles[c]) for c, name in columns.items()), strict=True):
                     number += 1
-                    if lists and None not in values:
-                        joined = (self._joined(number, each) if isinstance(each, list) else each for each in values)
-                        fields = [each for each in joined if each is not None]
-                        if len(fields) == len(values):
-                            yield number, fields
-                    elif None in values:
+                    if None in values:
                         name = list(columns.values())[values.index(None)]
                         self._problem(number, f"column {name!r} is null", "fill or remove these rows")
-                    else:
-                        yield number, list(values)
+                        continue
+                    cells = [self._joined(number, cell) if isinstance(cell, list) else cell for cell in values]
+                    if None not in cells:
+                        yield number, cells  # type: ignore[misc]  # no None among them
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         """Yield (number, line without its end), skipping and counting blank ones."""
@@ -608,6 +657,10 @@ class _Reader:
             self.columns = columns
         return self.columns
 
+    def _roles(self, columns: Mapping[str, str]) -> dict[str, str | None]:
+        """Column of the dataset -> itself, or None where it is just kept."""
+        return {column: column if column in self.options.roles else None for column in columns}
+
     def _columns_remedy(self, missing: list[str], names: Sequence[str] = ()) -> str:
         settings = [
             _SETTINGS[column]
@@ -617,6 +670,9 @@ class _Reader:
         remedy = f"set {' and '.join(settings)} to a name found" if settings else "give every row the same columns"
         if self.file.kind == "plain" and any(name[:1] == '"' for name in names):
             return f"the names look quoted: set data.quoting: minimal; otherwise {remedy}"
+        for delimiter, advice in _OTHER_DELIMITERS.items():
+            if self.file.kind in ("plain", "quoted") and missing and set(missing) <= _split_names(names, delimiter):
+                return advice
         if self.file.kind in ("plain", "quoted"):
             return f"{remedy}; if line 1 is no header, set data.header: false and data.column_names: [text, label]"
         return remedy
@@ -641,36 +697,72 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON value")
 
 
-def _json_string(value: object, column: str) -> str | None:
-    """Return a string as it is and, but for texts, numbers and booleans as written; None for all else."""
+def _json_string(value: object, role: str | None) -> str | None:
+    """Return a string as it is, a number or boolean label as written, anything to keep as text; None for all else."""
     if type(value) is str:
         return value
-    if column in ("text", "text_pair"):
+    if role in ("text", "text_pair"):
         return None
-    if isinstance(value, bool):
-        return json.dumps(value)
-    return str(value) if isinstance(value, _JsonNumber) else None
+    if isinstance(value, _JsonNumber | bool):
+        return _json_text(value)
+    if role is not None:
+        return None
+    return "" if value is None else _json_text(value)
+
+
+def _json_text(value: object) -> str:
+    if isinstance(value, _JsonNumber):
+        return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_json_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_json_text(key)}: {_json_text(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
-def _has_strings(kind: pa.DataType, column: str) -> bool:
-    """Whether a Parquet type gives strings, or numbers and booleans where those will do."""
+def _has_strings(kind: pa.DataType, role: str | None) -> bool:
+    """Whether a Parquet type gives strings, or numbers and booleans where those will do, or anything to keep."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return True
+    if role is None:
+        return not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return bool(number) and column not in ("text", "text_pair")
+    return bool(number) and role not in ("text", "text_pair")
+
+
+def _cells(array: pa.Array, role: str | None) -> list[Any]:
+    """Return the strings of a Parquet column, lists of them for lists of labels; None for null but where just kept."""
+    if role == "label" and _is_list(array.type):
+        names = iter(_strings(array.flatten()))
+        lengths = array.value_lengths().to_pylist()
+        return [None if length is None else list(itertools.islice(names, length)) for length in lengths]
+    if role is None and pa.types.is_nested(array.type):
+        values = array.to_pylist()
+        return ["" if value is None else json.dumps(value, ensure_ascii=False, default=str) for value in values]
+    strings = _strings(array)
+    return strings if role is not None else ["" if string is None else string for string in strings]
 
 
 def _strings(array: pa.Array) -> list[str | None]:
     if pa.types.is_floating(array.type):  # as Python writes them: Arrow would write 1.0 as 1
         return [None if value != value else str(value) for value in array.to_numpy(zero_copy_only=False)]
-    strings: list[str | None] = (array if _is_list(array.type) else array.cast(pa.string())).to_pylist()
+    strings: list[str | None] = array.cast(pa.string()).to_pylist()
     return strings
+
+
+def _is_header(values: Sequence[str], header: Sequence[str]) -> bool:
+    """Whether a row repeats the names of its columns; put together by bytes, a file begins with a byte-order mark."""
+    return [value.removeprefix("\ufeff") for value in values[: len(header)]] == header
+
+
+def _split_names(names: Sequence[str], delimiter: str) -> set[str]:
+    return {part.strip(' "') for name in names if delimiter in name for part in name.split(delimiter)}
 
 
 def _take(rows: Iterator[_Row]) -> tuple[list[int], list[str]]:

@@ -210,6 +210,15 @@ def test_order_does_not_depend_on_hashing(tmp_path: Path, hash_seed: str) -> Non
         (["ｐｏｓ", "pos"], [["ｐｏｓ", "pos"]]),  # full width
         (["not sure", "not_sure", "not-sure", "notsure"], [["not sure", "not_sure", "not-sure", "notsure"]]),
         (["C", "C++", "C#", "+", "-", "_"], []),
+        (["1", "-1", "<1", ">1", "1-2", "12", "1.5", ".5", "5"], []),  # signs and ranges mean something
+        (["1.0", "１", "'1'", "+1", "1e0"], [["1.0", "１", "'1'", "+1", "1e0"]]),
+        (["10000000000000000001", "10000000000000000000"], []),  # one number to a float
+        (["e\u0301", "é"], [["e\u0301", "é"]]),
+        (["p\u200bos", "pos", "\ufeffpos"], [["p\u200bos", "pos", "\ufeffpos"]]),
+        (["pos.", "pos", "(pos)", "“pos”", "《pos》"], [["pos.", "pos", "(pos)", "“pos”", "《pos》"]]),
+        (["sci\u3000fi", "sci fi", "sci\xa0fi"], [["sci\u3000fi", "sci fi", "sci\xa0fi"]]),
+        (["covid-19", "Covid 19", "step 1 1", "step 11"], [["covid-19", "Covid 19"]]),
+        ([":)", ":(", "?", "!", "..."], []),
         (["nan", "inf", "-inf", "NaN"], [["nan", "NaN"]]),  # words like any other
         (["é", "e"], []),
         (["a", "b"], []),
@@ -222,16 +231,42 @@ def test_similar_labels(names: list[str], groups: list[list[str]]) -> None:
 def test_similar_labels_are_told_with_their_places(labelled: ReadLabels) -> None:
     table = labelled(["pos", "neg", "Pos", "neg", "pos"])
     (warning,) = label_warnings(table, learn_labels(table, SINGLE))
-    assert warning.startswith("labels that may be meant as one: 'Pos' (1 rows, the first is ")
-    assert "train.tsv:4), 'pos' (2 rows, the first is " in warning
+    assert warning.startswith("labels that may be meant as one: 'Pos' (1 row, first ")
+    assert "train.tsv:4), 'pos' (2 rows, first " in warning
     assert warning.endswith("train.tsv:2)")
     assert label_warnings(labelled(["a", "b"]), Labels(SINGLE, ("a", "b"))) == []
+
+
+def test_similar_labels_are_not_listed_without_end(labelled: ReadLabels) -> None:
+    names = [case(f"{'abcdefgh'[row]}x") for row in range(7) for case in (str.lower, str.upper)]
+    table = labelled([*names, *(" h" + "-" * row + "y" for row in range(7))])
+    warnings = label_warnings(table, learn_labels(table, SINGLE))
+    assert len(warnings) == 6  # of eight groups
+    assert warnings[-1] == "labels that may be meant as one: 3 more such groups"
+    (warning,) = label_warnings(table, Labels(SINGLE, tuple("h" + "-" * row + "y" for row in range(7))))
+    assert warning.count("(1 row, first ") == 5 and warning.endswith(" and 2 more")
+
+
+def test_labels_that_look_the_same_are_told_apart(labelled: ReadLabels) -> None:
+    table = labelled(["é", "e\u0301", "É"])
+    (warning,) = label_warnings(table, learn_labels(table, SINGLE))
+    assert "'e\u0301' = 'e\\u0301' (1 row" in warning and "'é' = '\\xe9' (1 row" in warning and "'É' (1 row" in warning
+
+
+def test_an_unknown_label_beside_its_like(labelled: ReadLabels) -> None:
+    labels = learn_labels(labelled(["pos", "1.0"]), SINGLE)
+    with pytest.raises(DataError) as refusal:
+        labels.encode(labelled(["Pos", "1", "mixed"], "dev.tsv"))
+    lines = str(refusal.value).splitlines()
+    assert lines[1].endswith("dev.tsv:2: 'Pos' (the training rows have 'pos')")
+    assert lines[2].endswith("dev.tsv:3: '1' (the training rows have '1.0')")
+    assert lines[3].endswith("dev.tsv:4: 'mixed'")
 
 
 def test_similar_labels_inside_rows_of_several(labelled: ReadLabels) -> None:
     table = labelled(["x", "y,Z", "z"])
     (warning,) = label_warnings(table, learn_labels(table, MULTI))
-    assert "'Z' (1 rows, the first is " in warning and "train.tsv:3), 'z'" in warning
+    assert "'Z' (1 row, first " in warning and "train.tsv:3), 'z'" in warning
 
 
 def test_numbers_of_a_regression_are_never_alike(labelled: ReadLabels) -> None:

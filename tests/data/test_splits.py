@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,46 @@ def test_other_problem_types_hold_back_rows_at_random(tmp_path: Path, problem_ty
         assert splits.dev_labels.sum(axis=1).tolist() == [1] * 5
 
 
+PAIRS = {
+    "single_label_classification": (["b", "a", "b"], ["a"], ("a", "b"), [1, 0, 1], [0]),
+    "multi_label_classification": (["b;a", "", "b"], [""], ("a", "b"), [[1, 1], [0, 0], [0, 1]], [[0, 0]]),
+    "regression": (["1.5", "-2", "1e1"], ["0"], (), [1.5, -2.0, 10.0], [0.0]),
+}
+
+
+@pytest.mark.parametrize("problem_type", PAIRS)
+@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".jsonl"])
+def test_pairs_of_every_kind(tmp_path: Path, problem_type: Any, suffix: str) -> None:
+    train, dev, names, train_labels, dev_labels = PAIRS[problem_type]
+
+    def write(name: str, labels: list[str]) -> str:
+        rows = [{"q": f"who {row}?", "a": f"me, {row}", "label": label} for row, label in enumerate(labels)]
+        path = tmp_path / f"{name}{suffix}"
+        if suffix == ".jsonl":
+            lists = problem_type == "multi_label_classification"
+            for row in rows if lists else []:
+                row["label"] = row["label"].split(";") if row["label"] else []  # type: ignore[assignment]
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            between, quote = ("\t", "") if suffix == ".tsv" else (",", '"')
+            cells = [["q", "a", "label"], *([f"{quote}{cell}{quote}" for cell in row.values()] for row in rows)]
+            path.write_text("".join(between.join(line) + "\n" for line in cells))
+        return str(path)
+
+    splits = read_splits(
+        DataConfig(
+            train_file=write("train", train), validation_file=write("dev", dev), text_column="q", text_pair_column="a",
+            problem_type=problem_type, label_separator=";", cache_dir=str(tmp_path / "cache"),
+        ),
+        seed=1,
+    )  # fmt: skip
+    assert splits.train.dataset["text"][:] == ["who 0?", "who 1?", "who 2?"]
+    assert splits.train.dataset["text_pair"][:] == ["me, 0", "me, 1", "me, 2"]
+    assert (splits.labels.names, len(splits.dev.dataset)) == (names, 1)
+    assert splits.train_labels.tolist() == train_labels
+    assert splits.dev_labels.tolist() == dev_labels
+
+
 def test_nothing_to_hold_back(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 rows are too few to hold back dev rows: give data\.validation_file"):
         read_splits(config(tmp_path, [("one", "a"), ("two", "b")]), seed=1)
@@ -87,3 +128,6 @@ def test_every_setting_reaches_the_reader() -> None:
     assert (options.text_column, options.text_pair_column, options.label_column) == ("t", "p", "l")
     assert (options.quoting, options.encoding, options.header) == ("minimal", "gbk", False)
     assert (options.column_names, options.empty_text) == (("t", "p", "l"), "drop")
+    assert options.label_separator is None  # a row has one label
+    several = DataConfig(problem_type="multi_label_classification", label_separator="|")
+    assert read_options(several).label_separator == "|"

@@ -684,9 +684,19 @@ def random_contents(rng: random.Random, suffix: str, encoding: str) -> bytes:
         (" ".join(rng.choices(words, k=3)) + "!", rng.choice(["pos", "neg", " 1"])) for _ in range(rng.randrange(5))
     ]
     if suffix.startswith(".parquet"):
-        contents = parquet(text=[text for text, _ in pairs] or [""], label=[label for _, label in pairs] or [""])
+        labels: list[Any] = [label.split() if rng.random() < 0.2 else label for _, label in pairs] or [""]
+        if len({type(label) for label in labels}) > 1:
+            labels = [[label] if isinstance(label, str) else label for label in labels]
+        contents = parquet(text=[text for text, _ in pairs] or [""], label=labels)
     elif suffix.startswith(".jsonl"):
-        lines = [json.dumps({"text": text, "label": label}, ensure_ascii=rng.random() < 0.5) for text, label in pairs]
+        more = {"more": rng.choice([None, [1.50, {"é": []}], "x"])} if rng.random() < 0.3 else {}
+        lines = [
+            json.dumps(
+                {"text": text, "label": label.split() if rng.random() < 0.2 else label, **more},
+                ensure_ascii=rng.random() < 0.5,
+            )
+            for text, label in pairs
+        ]
         contents = "\n".join(lines).encode(encoding, "replace")
     else:
         stream = io.StringIO(newline="")
@@ -712,6 +722,7 @@ def random_file(rng: random.Random) -> tuple[str, bytes, dict[str, Any]]:
         "empty_text": rng.choice(["error", "keep", "drop"]),
         "keep_all_columns": rng.random() < 0.3,
         "label_column": rng.choice(["label", "label", None]),
+        "label_separator": rng.choice([None, ","]),
     }
     if rng.random() < 0.2:
         options |= {"header": False, "column_names": ("text", "label")}
@@ -739,9 +750,25 @@ def test_any_bytes_give_rows_or_a_data_error(read) -> None:
 
 
 def test_no_label_is_a_label_set_too(read, error) -> None:
-    text = "text\tlabel\na\tx,y\nb\t\nc\t \n"
-    assert rows(read("a.tsv", text, label_separator=",")) == [("a", "x,y"), ("b", ""), ("c", "")]
-    assert error("b.tsv", text).startswith("b.tsv:3: empty label")
+    text = "text\tlabel\na\tx,y\nb\t\nc\t \nd\t\u200b\u3000\ne\t x\n"
+    table = read("a.tsv", text, label_separator=",")
+    assert rows(table) == [("a", "x,y"), ("b", ""), ("c", ""), ("d", ""), ("e", "x")]
+    assert [note.partition(": ")[2] for note in table.notes] == [
+        "blanks around 1 label removed",
+        "3 rows without a label",
+    ]
+    assert error("b.tsv", text).splitlines()[:3] == [
+        "b.tsv:3: empty label",
+        "b.tsv:4: empty label",
+        "b.tsv:5: empty label",
+    ]
+
+
+def test_a_row_with_nothing_in_it(read, error) -> None:
+    """Is wrong in both cells, and gone with either of them where empty texts are dropped."""
+    text = "text\tlabel\na\tx\n\t\n"
+    assert error("a.tsv", text).splitlines()[::2] == ["a.tsv:3: empty text", "a.tsv:3: empty label"]
+    assert rows(read("a.tsv", text, empty_text="drop")) == [("a", "x")]
 
 
 def test_lists_of_labels_in_json(read, error) -> None:
@@ -752,7 +779,8 @@ def test_lists_of_labels_in_json(read, error) -> None:
     assert "data.problem_type: multi_label_classification" in message
     message = error("c.jsonl", '{"text": "a", "label": ["x;z", "y"]}\n', label_separator=";")
     assert message.startswith("c.jsonl:1: the label 'x;z' contains the separator ';'")
-    assert rows(read("d.jsonl", '{"text": "a", "label": [1, 2.0]}\n', label_separator=";")) == [("a", "1;2.0")]
+    mixed = '{"text": "a", "label": [1, 2.0, "", true]}\n'
+    assert rows(read("d.jsonl", mixed, label_separator=";")) == [("a", "1;2.0;true")]
     nested = '{"text": "a", "label": [["x"]]}\n'
     assert "e.jsonl:1: a list of labels holds" in error("e.jsonl", nested, label_separator=";")
 
@@ -761,6 +789,31 @@ def test_lists_of_labels_in_parquet(read, error) -> None:
     contents = parquet(text=["a", "b"], label=pa.array([["x", "y"], []], pa.list_(pa.string())))
     assert rows(read("a.parquet", contents, label_separator=",")) == [("a", "x,y"), ("b", "")]
     assert error("b.parquet", contents).startswith("b.parquet:1: the label is a list")
+    lists = [[f"l{row}"] * (row % 3) for row in range(2500)]  # more than are read at a time
+    many = parquet(text=[f"text {row}" for row in range(2500)], label=pa.array(lists, pa.large_list(pa.string())))
+    assert rows(read("c.parquet", many, label_separator=","), "label") == [(",".join(names),) for names in lists]
+    numbers = parquet(text=["a"], label=pa.array([[1, 2]], pa.list_(pa.int8())))
+    assert rows(read("d.parquet", numbers, label_separator=",")) == [("a", "1,2")]
+    for label, said in (
+        (pa.array([["x", None]], pa.list_(pa.string())), "a list of labels holds something else than strings"),
+        (pa.array([["x,y"]], pa.list_(pa.string())), "the label 'x,y' contains the separator ','"),
+        (pa.array([None], pa.list_(pa.string())), "column 'label' is null"),
+    ):
+        assert error("e.parquet", parquet(text=["a"], label=label), label_separator=",").startswith(
+            f"e.parquet:1: {said}"
+        )
+    deep = parquet(text=["a"], label=pa.array([[["x"]]], pa.list_(pa.list_(pa.string()))))
+    assert "column 'label' is of type list<" in error("f.parquet", deep, label_separator=",")
+
+
+def test_lists_too_deep_to_keep(error) -> None:
+    for depth in range(300, 1000, 50):
+        line = '{"text": "a", "more": ' + "[" * depth + "]" * depth + "}"
+        try:
+            message = error("a.jsonl", line, label_column=None, keep_all_columns=True)
+        except pytest.fail.Exception:  # this depth can be read
+            continue
+        assert message.startswith("a.jsonl:1: ")
 
 
 # ---------------------------------------------------------------- a quoted export that is not ragged
@@ -789,5 +842,113 @@ def test_a_file_of_quoted_texts_is_read_as_it_stands_and_said(read, count: int, 
     assert not read("b.tsv", quoted(9), quoting="minimal").warnings
 
 
-def test_a_single_quote_character_is_no_quotation(read) -> None:
-    assert not read("a.tsv", "text\tlabel\n" + '"\tx\n' * 9).warnings
+@pytest.mark.parametrize(
+    "text",
+    ['"', '"{}" or "no"', '{}"', '"{}', 'he said "{}"', '"a "quote" {} inside"', "'{}'", "“{}”"],
+)
+def test_quotes_of_the_text_are_no_export(read, text: str) -> None:
+    table = read("a.tsv", "text\tlabel\n" + "".join(f"{text.format(row)}\tx\n" for row in range(9)))
+    assert table.dataset["text"][8] == text.format(8)
+    assert not table.warnings
+
+
+def test_an_export_that_quotes_only_where_it_must(read) -> None:
+    """Every quote of the file is then in a quoted text, and doubled; one quote elsewhere and it is no export."""
+    lines = [f'"he said ""{row}"""\tpos' for row in range(5)] + [f"plain {row}\tneg" for row in range(50)]
+    (warning,) = read("a.tsv", "\n".join(["text\tlabel", *lines])).warnings
+    assert "a.tsv: 5 of 55 texts stand in double quotes" in warning
+    assert not read("b.tsv", "\n".join(["text\tlabel", *lines, '5" screen\tneg'])).warnings
+    assert not read("c.tsv", "\n".join(["text\tlabel", *lines[1:]])).warnings  # four may be chance
+
+
+def test_empty_texts_and_a_quoted_name_beside_quoted_texts(read) -> None:
+    contents = quoted(5).replace("text\tlabel", 'text\tlabel\t"id"').replace("pos", 'pos\t"1"') + '\tneg\t"2"\n' * 5
+    assert "5 of 5 texts" in read("a.tsv", contents, empty_text="keep").warnings[0]
+    few = 'text\tlabel\t"id"\n"good"\tpos\t"1"\n'
+    assert "1 of 1 text" in read("b.tsv", few).warnings[0]
+    assert not read("c.tsv", few.replace('"id"', "id")).warnings
+
+
+# ---------------------------------------------------------------- files that look like something else
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "advice"),
+    [
+        ("a.tsv", "text,label\ngood,pos\n", "commas stand between the names: name the file .csv"),
+        ("a.csv", "text\tlabel\ngood\tpos\n", "tabs stand between the names: name the file .tsv"),
+        ("a.csv", '"text";"label"\n"good";"pos"\n', "semicolons stand between the names"),
+        ("a.tsv", "id;text;label\n1;good;pos\n", "semicolons stand between the names"),
+    ],
+)
+def test_another_delimiter(error, name: str, contents: str, advice: str) -> None:
+    message = error(name, contents)
+    assert message.startswith(f"{name}:1: ") and f"  -> {advice}" in message
+
+
+@pytest.mark.parametrize("joint", ["", "\ufeff"])
+def test_files_put_together_with_their_headers(read, joint: str) -> None:
+    """Their rows are kept, as a text may well be such a word; but 'label' would become a class."""
+    table = read("a.tsv", f"label\ttext\npos\tgood\n{joint}label\ttext\nneg\tbad\n{joint}label\ttext\nneg\tworse\n")
+    assert len(table.dataset) == 5
+    (warning,) = table.warnings
+    if joint:  # before the label, which the file has first
+        assert table.dataset["label"][:2] == ["pos", "\ufefflabel"]
+    assert warning.endswith("a.tsv:3 and 1 more: the row repeats the header: were several files put together here?")
+    assert not read("b.tsv", "text\tlabel\ntext\tpos\nlabel\ttext\n").warnings
+    assert not read("c.jsonl", '{"text": "text", "label": "label"}\n').warnings
+
+
+# ---------------------------------------------------------------- more of the kinds that other tools trip over
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("a\rb\tpos", ("a\rb", "pos")),
+        ("a\x85b\u2028c\x0bd\x0ce\x1cf\tpos", ("a\x85b\u2028c\x0bd\x0ce\x1cf", "pos")),
+        ("a\ufeffb\t\ufeffpos", ("a\ufeffb", "\ufeffpos")),
+        ("e\u0301 é 👨‍👩‍👧 \u200b\tp\xa0os", ("e\u0301 é 👨‍👩‍👧 \u200b", "p\xa0os")),
+        ("a\t\u3000\xa0pos\xa0\u3000", ("a", "pos")),
+        ("a\tpos\r\r", ("a", "pos")),
+        ("text\tlabel2", ("text", "label2")),
+        ("\\t\\N\\\t\\", ("\\t\\N\\", "\\")),
+        (" a \tpos", (" a ", "pos")),
+        ("#a\t#pos", ("#a", "#pos")),
+        *((f"{word}\t{word}", (word, word)) for word in ("NA", "null", "None", "nan", "True", "1e5", "01", "+1")),
+        pytest.param("x" * 3_000_000 + "\tpos", ("x" * 3_000_000, "pos"), id="long"),
+    ],
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_rows_that_are_what_they_are(read, row: str, expected: tuple[str, str], end: str) -> None:
+    assert rows(read("a.tsv", f"text\tlabel\nfirst\tneg\n{row}{end}")) == [("first", "neg"), expected]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("\ta\tpos", "3 fields, 2 expected"),
+        ("a\tpos\t", "3 fields, 2 expected"),
+        ("a", "1 field, 2 expected"),
+        ("   ", "1 field, 2 expected"),
+        ("\x1a", "1 field, 2 expected"),
+        ("a\0\tpos", "NUL character"),
+        ("\u200b\tpos", "empty text"),
+        ("a\t\u2060", "empty label"),
+    ],
+)
+def test_rows_that_are_refused_where_they_stand(error, row: str, said: str) -> None:
+    assert error("a.tsv", f"text\tlabel\nfirst\tneg\n\n{row}\nlast\tneg\n").startswith(f"a.tsv:4: {said}")
+
+
+@pytest.mark.parametrize("name", ["link.tsv", "a [1]*?.tsv", "开发 集.tsv", "[1].tsv", "-a.tsv", "a.TSV", "none"])
+def test_names_of_files(read, tmp_path: Path, name: str) -> None:
+    if name == "link.tsv":
+        (tmp_path / "target").write_text(GOOD)
+        (tmp_path / name).symlink_to("target")
+        assert rows(read(name)) == GOOD_ROWS
+    else:
+        assert rows(read(name, GOOD)) == GOOD_ROWS
+    (tmp_path / "gone.tsv").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"gone\.tsv: no such file"):
+        read("gone.tsv")
