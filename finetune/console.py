@@ -34,6 +34,11 @@ def print_plan(console: Console, plan: Mapping[str, str | Sequence[str]]) -> Non
     console.print()
 
 
+def print_warning(console: Console, text: str) -> None:
+    """Print one line that stands out."""
+    console.print(Text("warning: ", style="bold yellow") + Text(text), soft_wrap=True)
+
+
 class TrainingProgress:
     """A bar with rate and remaining time; plain lines where the output is not a terminal."""
 
@@ -79,6 +84,10 @@ class TrainingProgress:
             self._console.print(
                 f"step {step}/{self._total} · epoch {epoch:.2f} · {self._latest} · about {_clock(elapsed * left)} left"
             )
+
+    def warn(self, text: str) -> None:
+        """Print one line that stays."""
+        print_warning(self._console, text)
 
     def evaluation(self, step: int, epoch: float, metrics: Mapping[str, float], seconds: float, is_best: bool) -> None:
         """Print one line that stays."""

@@ -28,3 +28,15 @@ class CheckpointError(FinetuneError):
 
 class TrainingError(FinetuneError):
     """Training cannot go on: a loss that is not a number, memory used up, a rank that failed."""
+
+
+class Interrupted(Exception):
+    """Training stopped on every process before its end, after a checkpoint; not a fault.
+
+    ``reason`` is the name of the signal or of the setting; ``exit_code`` is what a shell expects after it.
+    """
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.exit_code = exit_code

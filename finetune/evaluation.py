@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -31,19 +34,33 @@ class Evaluation:
     seconds: float
 
 
-def predict_logits(accelerator: Accelerator, model: PreTrainedModel, loader: EvalLoader) -> NDArray[np.float32]:
+def predict_logits(
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    loader: EvalLoader,
+    each_round: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> NDArray[np.float32]:
     """Logits ``[rows, num_labels]`` of all rows in file order, on every rank.
 
     Each rank computes its share; the shares are filled up to one size, gathered once, and placed by row number. What
     fills them up goes to a row of its own, which is cut off.
+
+    Args:
+        accelerator: of the job.
+        model: not wrapped for training.
+        loader: this rank's batches.
+        each_round: entered around each batch, equally often on every rank; may raise on all of them.
     """
     model.train(False)
     rows: list[NDArray[np.int64]] = []
     logits: list[torch.Tensor] = []
     with torch.inference_mode():
-        for batch_rows, batch in loader:
-            logits.append(model(**batch.inputs).logits.float())
-            rows.append(batch_rows)
+        batches = iter(loader)
+        for _ in range(loader.rounds):
+            with each_round():
+                for batch_rows, batch in islice(batches, 1):
+                    logits.append(model(**batch.inputs).logits.float())
+                    rows.append(batch_rows)
     num_rows, num_labels = len(loader.examples), int(model.config.num_labels or 1)
     own = torch.cat([*logits, torch.zeros(0, num_labels, device=accelerator.device)])
     own_rows = torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(accelerator.device)
@@ -62,13 +79,14 @@ def evaluate(
     metrics: Metrics,
     problem_type: str,
     thresholds: NDArray[np.float64] | None = None,
+    each_round: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Evaluation:
     """Compute the metrics over exactly the rows of ``loader``; the same values on every rank.
 
     ``thresholds`` are the probabilities ``[num_labels]`` from which on each label of a multi-label row is given.
     """
     started = time.perf_counter()
-    logits = predict_logits(accelerator, model, loader)
+    logits = predict_logits(accelerator, model, loader, each_round)
     values = on_main_process(
         accelerator, lambda: _judge(logits, loader.examples.labels, metrics, problem_type, thresholds)
     )

@@ -109,6 +109,22 @@ class LearningRateSchedule:
         """Of the next optimizer step."""
         return float(self._by_step.get_last_lr()[0])
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; plain numbers only."""
+        state: dict[str, Any] = {"by_step": self._by_step.state_dict()}
+        if self._plateau is not None:
+            state |= {"plateau": self._plateau.state_dict(), "factor": self._factor.param_groups[0]["lr"]}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`; sets the learning rate of the optimizer too."""
+        self._by_step.load_state_dict(state["by_step"])
+        if self._plateau is not None:
+            self._plateau.load_state_dict(state["plateau"])
+            self._factor.param_groups[0]["lr"] = state["factor"]
+        for group, rate in zip(self._by_step.optimizer.param_groups, self._by_step.get_last_lr(), strict=True):
+            group["lr"] = rate
+
     def step(self) -> None:
         """Advance by one optimizer step."""
         self._by_step.step()

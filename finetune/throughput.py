@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -50,6 +51,9 @@ class Throughput:
     def __init__(self) -> None:
         self.total = Counts()
         self.evaluation_seconds = 0.0
+        self.checkpoint_seconds = 0.0
+        self.longest_step = 0.0
+        self.longest_checkpoint = 0.0
         self._since_log = Counts()
         self._loss_sum: torch.Tensor | float = 0.0
         self._clock = time.perf_counter()
@@ -60,14 +64,28 @@ class Throughput:
 
     def count(self, inputs: StepInputs, loss_sum: torch.Tensor) -> None:
         """Count one optimizer step; ``loss_sum`` is this rank's weighted sum of example losses."""
-        self._add(Counts(inputs.examples, inputs.weight, inputs.tokens, inputs.computed_tokens, self._lap()))
+        self._count(inputs, inputs.weight)
         self._loss_sum = self._loss_sum + loss_sum
 
+    def count_skipped(self, inputs: StepInputs) -> None:
+        """Count a step whose loss says nothing."""
+        self._count(inputs, 0.0)
+
+    def _count(self, inputs: StepInputs, weight: float) -> None:
+        seconds = self._lap()
+        self.longest_step = max(self.longest_step, seconds)
+        self._add(Counts(inputs.examples, weight, inputs.tokens, inputs.computed_tokens, seconds))
+
+    def mean_loss(self, accelerator: Accelerator) -> float:
+        """Weighted mean loss over the examples of all ranks since the last log line, 0 for none; a collective."""
+        loss_sum = accelerator.reduce(torch.as_tensor(self._loss_sum, device=accelerator.device), "sum").item()
+        return float(loss_sum / self._since_log.weight) if self._since_log.weight else 0.0
+
     def summarise(self, accelerator: Accelerator) -> dict[str, float]:
-        """Weighted mean loss over the examples of all ranks and the rates since the last call; a collective."""
-        loss_sum = accelerator.reduce(torch.as_tensor(self._loss_sum), "sum").item()
+        """:meth:`mean_loss` (left out when no example counted) and the rates since the last call; a collective."""
+        loss = {"train/loss": self.mean_loss(accelerator)} if self._since_log.weight else {}
         self._add(Counts(seconds=self._lap()))
-        metrics = {"train/loss": loss_sum / self._since_log.weight, **self._since_log.rates()}
+        metrics = {**loss, **self._since_log.rates()}
         self._since_log, self._loss_sum = Counts(), 0.0
         return metrics
 
@@ -77,6 +95,31 @@ class Throughput:
         self._add(Counts(seconds=self._lap()))
         yield
         self.evaluation_seconds += self._lap()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time spent inside counts as checkpoints."""
+        self._add(Counts(seconds=self._lap()))
+        yield
+        seconds = self._lap()
+        self.longest_checkpoint = max(self.longest_checkpoint, seconds)
+        self.checkpoint_seconds += seconds
+
+    def state(self) -> dict[str, Any]:
+        """What goes into a checkpoint: sums of this rank since the last log line, and totals."""
+        return {
+            "total": asdict(self.total),
+            "since_log": asdict(self._since_log),
+            "loss_sum": torch.as_tensor(self._loss_sum).cpu(),
+            "evaluation_seconds": self.evaluation_seconds,
+            "checkpoint_seconds": self.checkpoint_seconds,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state`."""
+        self.total, self._since_log = Counts(**state["total"]), Counts(**state["since_log"])
+        self._loss_sum = state["loss_sum"]
+        self.evaluation_seconds, self.checkpoint_seconds = state["evaluation_seconds"], state["checkpoint_seconds"]
 
     def _add(self, counts: Counts) -> None:
         """To the total at once: training may end between two log lines."""

@@ -24,7 +24,10 @@ from finetune.console import TrainingProgress
 from finetune.data.batching import BatchSizes, epoch_order
 from finetune.data.loader import EvalLoader, Examples, TrainLoader
 from finetune.data.tokenize import TokenizedTexts, tokenize
+from finetune.errors import Interrupted, TrainingError
 from finetune.evaluation import Evaluation
+from finetune.finite import FiniteWatch
+from finetune.interrupt import StopRequests
 from finetune.launch import build_accelerator
 from finetune.loop import Training, TrainState, is_better, optimizer_step, train
 from finetune.loss import example_losses, example_weights
@@ -125,6 +128,7 @@ class Setup:
         model, prepared = accelerator.prepare(self.loaded.model, optimizer)
         self.recorder = Recorder()
         self.best_steps: list[Evaluation] = []
+        self.saved_steps: list[int] = []
         self.state = TrainState()
         tokenizer = self.loaded.tokenizer
         settings: dict[str, Any] = {
@@ -138,7 +142,10 @@ class Setup:
             "metrics": Metrics([], problem_type=problem_type, num_labels=self.loaded.model.config.num_labels),
             "trackers": Trackers([self.recorder]),
             "progress": TrainingProgress(Console(quiet=True, file=StringIO()), total_steps),
-            "save_best": self.best_steps.append,
+            "stop_requests": StopRequests(),
+            "finite_watch": FiniteWatch(lambda rows: [f"row {row}" for row in rows]),
+            "keep_best": self.best_steps.append,
+            "save_checkpoint": self.save,
             "example_losses": partial(
                 example_losses,
                 problem_type=problem_type,
@@ -149,6 +156,8 @@ class Setup:
             "total_steps": total_steps,
             "evaluation_steps": frozenset({total_steps}),
             "logging_steps": 1,
+            "save_every_steps": None,
+            "skip_nonfinite": False,
             "max_grad_norm": 0.0,
             "metric_for_best_model": "loss",
             "greater_is_better": False,
@@ -156,6 +165,10 @@ class Setup:
             "throughput": Throughput(),
         }
         self.training = Training(**{**settings, **changes})
+
+    def save(self, state: TrainState) -> None:
+        state.saved_step = state.global_step
+        self.saved_steps.append(state.global_step)
 
     def train(self) -> None:
         train(self.training, self.state)
@@ -318,8 +331,8 @@ def test_a_stand_in_row_counts_nothing(accelerator: Accelerator, bert: Path, cac
     inputs = next(iter(setup.training.train_loader.epoch(0, 2)))
     for micro in inputs.micro_batches:
         micro.weights.zero_()
-    loss_sum, norm = optimizer_step(setup.training, inputs)
-    assert (float(loss_sum), float(norm)) == (0.0, 0.0)
+    outcome, _ = optimizer_step(setup.training, setup.state, inputs)
+    assert (float(outcome.losses.sum()), float(outcome.grad_norm)) == (0.0, 0.0)  # type: ignore[arg-type]
     for (name, a), (_, b) in zip(
         setup.training.bare_model.named_parameters(), load(bert, SINGLE).model.named_parameters(), strict=True
     ):
@@ -369,16 +382,16 @@ def test_a_skipped_update_does_not_advance_the_schedule(accelerator: Accelerator
         step=lambda: None, zero_grad=real.zero_grad, step_was_skipped=True
     )
     for inputs in setup.training.train_loader.epoch(0):
-        optimizer_step(setup.training, inputs)
+        optimizer_step(setup.training, setup.state, inputs)
     assert setup.training.schedule.learning_rate == 0.0
     setup.training.optimizer = real
-    optimizer_step(setup.training, next(iter(setup.training.train_loader.epoch(0))))
+    optimizer_step(setup.training, setup.state, next(iter(setup.training.train_loader.epoch(0))))
     assert setup.training.schedule.learning_rate == pytest.approx(0.5 / 4)
 
 
 def test_gradients_do_not_leak_into_the_next_update(accelerator: Accelerator, bert: Path, cache: str) -> None:
     setup = Setup(accelerator, bert, cache, BatchSizes(10, 1, 1))
-    optimizer_step(setup.training, next(iter(setup.training.train_loader.epoch(0))))
+    optimizer_step(setup.training, setup.state, next(iter(setup.training.train_loader.epoch(0))))
     assert all(parameter.grad is None for parameter in setup.training.bare_model.parameters())
 
 
@@ -386,7 +399,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: Sequence[float], name: str
     """Make evaluations return these values, one after the other; the list left shows how many were not asked for."""
     left = list(values)
 
-    def evaluate(*_: object) -> Evaluation:
+    def evaluate(*_: object, **__: object) -> Evaluation:
         return Evaluation(np.zeros((1, 2), np.float32), {"loss": 0.0, name: left.pop(0)}, 0.0)
 
     monkeypatch.setattr(finetune.loop, "evaluate", evaluate)
@@ -546,3 +559,75 @@ NAN = math.nan
 )
 def test_is_better(metric: float, best: float | None, greater: bool, expected: bool) -> None:
     assert is_better(metric, best, greater) is expected
+
+
+@pytest.mark.parametrize(
+    ("every", "values", "saved"),
+    [
+        (None, [0.5, 0.4, 0.6], [3, 6, 8]),  # after each evaluation
+        (2, [0.5, 0.4, 0.6], [2, 3, 4, 6, 8]),  # every second step, and the new best of step 3
+        (5, [0.5, 0.4, 0.3], [3, 5, 8]),
+        (100, [0.5, 0.5, 0.5], [3, 8]),  # the first evaluation is a best; the last step is always saved
+    ],
+)
+def test_when_checkpoints_are_saved(
+    accelerator: Accelerator,
+    bert: Path,
+    cache: str,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int | None,
+    values: list[float],
+    saved: list[int],
+) -> None:
+    scripted(monkeypatch, values)
+    setup = Setup(
+        accelerator,
+        bert,
+        cache,
+        BatchSizes(10, 1, 1),
+        total_steps=8,
+        evaluation_steps=frozenset({3, 6, 8}),
+        save_every_steps=every,
+        metric_for_best_model="accuracy",
+        greater_is_better=True,
+    )
+    setup.train()
+    assert setup.saved_steps == saved
+
+
+def test_weights_that_are_no_numbers_are_never_saved(accelerator: Accelerator, bert: Path, cache: str) -> None:
+    """The second step diverges; nobody looks before the third is to be saved."""
+    setup = Setup(accelerator, bert, cache, BatchSizes(10, 1, 1), logging_steps=50, save_every_steps=1)
+    saved = setup.training.save_checkpoint
+
+    def save(state: TrainState) -> None:
+        saved(state)
+        if state.global_step == 1:
+            with torch.no_grad():
+                next(setup.training.bare_model.parameters()).fill_(math.inf)
+
+    setup.training.save_checkpoint = save
+    with pytest.raises(TrainingError, match=r"training loss is not finite at step 2 .*in the micro-batch of row \d+"):
+        setup.train()
+    assert setup.saved_steps == [1]
+
+
+def test_an_interrupted_evaluation_is_made_up_for(
+    accelerator: Accelerator, bert: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped inside the evaluation of step 3: saved as not evaluated, evaluated first when it goes on."""
+    setup = Setup(accelerator, bert, cache, BatchSizes(10, 1, 1), evaluation_steps=frozenset({3, 6}))
+
+    def interrupted(*_: object, **__: object) -> Evaluation:
+        raise Interrupted("SIGTERM", 143)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune.loop, "evaluate", interrupted)
+        with pytest.raises(Interrupted):
+            setup.train()
+    assert (setup.saved_steps, setup.state.global_step, setup.state.evaluated_step) == ([3], 3, 0)
+    assert sorted(setup.recorder.evaluations) == []
+    setup.train()
+    assert sorted(setup.recorder.evaluations) == [3, 6]
+    assert sorted(setup.recorder.training) == [1, 2, 3, 4, 5, 6]
+    assert setup.saved_steps == [3, 6]

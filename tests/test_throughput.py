@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def two_equal_ranks() -> Any:
     """Each has the same sum of losses."""
-    return SimpleNamespace(reduce=lambda tensor, how: {"sum": tensor * 2}[how])
+    return SimpleNamespace(reduce=lambda tensor, how: {"sum": tensor * 2}[how], device=torch.device("cpu"))
 
 
 def step(examples: int, tokens: int, computed: int, weight: float | None = None) -> StepInputs:
@@ -102,3 +102,37 @@ def test_the_total_holds_steps_that_were_never_logged(clock: Clock) -> None:
 
 def test_nothing_counted_divides_by_nothing() -> None:
     assert Counts().rates()["perf/examples_per_second"] == 0
+
+
+def test_a_step_that_was_left_out_counts_in_the_speed_alone(clock: Clock) -> None:
+    throughput = Throughput()
+    throughput.start()
+    clock.now += 2
+    throughput.count_skipped(step(8, 60, 80))
+    clock.now += 2
+    assert "train/loss" not in throughput.summarise(two_equal_ranks())
+    throughput.count_skipped(step(8, 60, 80))
+    throughput.count(step(4, 20, 20), torch.tensor(1.0))
+    assert throughput.summarise(two_equal_ranks())["train/loss"] == pytest.approx(0.5)
+    assert throughput.total.examples == 20
+
+
+def test_sums_go_on_after_a_restart(clock: Clock) -> None:
+    first, second = Throughput(), Throughput()
+    first.start()
+    clock.now += 1
+    first.count(step(8, 60, 80), torch.tensor(3.0))
+    with first.saving():
+        clock.now += 5
+    second.restore(first.state())
+    clock.now += 100
+    second.start()
+    clock.now += 3
+    second.count(step(4, 20, 20), torch.tensor(1.5))
+    assert second.checkpoint_seconds == 5
+    assert second.summarise(two_equal_ranks()) == {
+        "train/loss": pytest.approx(9 / 12),
+        "perf/examples_per_second": pytest.approx(3),
+        "perf/tokens_per_second": pytest.approx(20),
+        "perf/padding_fraction": pytest.approx(0.2),
+    }

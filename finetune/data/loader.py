@@ -46,9 +46,10 @@ class MicroBatch:
 
     ``inputs`` holds tensors ``[examples, tokens]`` for the model; ``labels`` ``[examples]`` or ``[examples,
     num_labels]``; ``weights`` float32 ``[examples]`` is what each example's loss counts: 1 or the weight of its class,
-    and 0 for the stand-in of a rank that has no example left.
+    and 0 for the stand-in of a rank that has no example left. ``rows`` int64 ``[examples]`` are theirs in the split.
     """
 
+    rows: Rows
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     weights: torch.Tensor
@@ -56,6 +57,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same on ``device``, copied without waiting where the memory is pinned."""
         return MicroBatch(
+            self.rows,
             {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()},
             self.labels.to(device, non_blocking=True),
             self.weights.to(device, non_blocking=True),
@@ -64,6 +66,7 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """Called by the data loader, so that copies to a GPU do not wait."""
         return MicroBatch(
+            self.rows,
             {name: tensor.pin_memory() for name, tensor in self.inputs.items()},
             self.labels.pin_memory(),
             self.weights.pin_memory(),
@@ -109,7 +112,7 @@ class Collator:
         inputs = dict(pad(features))
         labels = torch.from_numpy(self.examples.labels[rows])
         weights = torch.from_numpy(self.weights[rows]) if counted else torch.zeros(len(rows))
-        return MicroBatch(inputs, labels, weights)
+        return MicroBatch(rows, inputs, labels, weights)
 
     def padded_length(self, rows: Rows) -> int:
         """Tokens of each row once ``rows`` are padded together.
@@ -194,6 +197,8 @@ class EvalLoader:
         self._device = device
         self.largest_share = max(sum(map(len, share)) for share in shares)
         """Rows of the rank that has most, so that all can gather arrays of one shape."""
+        self.rounds = max(map(len, shares))
+        """Batches of the rank that has most, so that all can take turns together."""
 
     def __iter__(self) -> Iterator[tuple[Rows, MicroBatch]]:
         for rows in self._batches:
