@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from finetune.config import CheckConfig, PredictConfig, build_parser, out_of_range, parse, raise_all, template, validate
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import ConfigError, FinetuneError, Interrupted
 
 TRAIN_HELP = """\
 Fine-tune a classifier on TSV files.
@@ -22,6 +22,7 @@ Fine-tune a classifier on TSV files.
   --config FILE|RECIPE   a run config, or a recipe that ships with the package; may be given several times
   --profile NAME|FILE    start under `accelerate launch` with this launch profile
   --num_processes N      with --profile: another number of processes than the profile's
+  --max_restarts N       with --profile: start again from the last checkpoint, up to N times, when a process dies
   --print_config         print all settings as a commented YAML template and exit
 """
 
@@ -68,10 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command not in COMMANDS:
             raise FinetuneError(f"unknown command {command!r}: commands are {', '.join(COMMANDS)} (finetune --help)")
         return COMMANDS[command](arguments)
-    except FinetuneError as error:
+    except Interrupted as interrupted:
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
         from finetune.launch import leave_with_error
 
-        return leave_with_error(str(error))
+        return leave_with_error(error)
 
 
 def make_output_printable() -> None:
@@ -92,6 +97,7 @@ def train_command(arguments: list[str]) -> int:
     own = [argument for argument in arguments if argument != "--print_config"]
     profile, own = take_option(own, "--profile")
     num_processes, own = take_option(own, "--num_processes")
+    max_restarts, own = take_option(own, "--max_restarts")
     config, origin = parse(own)
     if printing:
         print(template(config))
@@ -100,9 +106,15 @@ def train_command(arguments: list[str]) -> int:
     if profile is not None:
         from finetune.launch import relaunch
 
-        return relaunch(profile, ["train", *own], number(num_processes, "--num_processes"))
-    if num_processes is not None:
-        raise ConfigError("--num_processes goes with --profile: add one, as in --profile ddp2")
+        return relaunch(
+            profile,
+            ["train", *own],
+            number(num_processes, "--num_processes"),
+            number(max_restarts, "--max_restarts"),
+        )
+    for name, value in (("--num_processes", num_processes), ("--max_restarts", max_restarts)):
+        if value is not None:
+            raise ConfigError(f"{name} goes with --profile: add one, as in --profile ddp2")
     from finetune.run import run
 
     run(config, origin)

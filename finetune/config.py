@@ -116,6 +116,12 @@ class TrainConfig:
     """Share of each training label that is spread evenly over all classes (0.1 is usual)."""
     logging_steps: int = 10
     """Training metrics are logged every so many optimizer steps, and before each evaluation."""
+    max_hours: float | None = None
+    """Save a checkpoint and stop before this many hours have passed since the start, to be continued later."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not a number: stop and name the rows, or leave the step out (a few times only)."""
+    auto_micro_batch: bool = False
+    """Out of memory at the start: halve the per-device batch and double the accumulation instead of failing."""
     seed: int = 42
     """Seed of the example order, the new head's weights and dropout."""
 
@@ -165,6 +171,20 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept on disk so that a run that was killed goes on as if nothing had happened."""
+
+    resume: str = "auto"
+    """auto: go on from output_dir's newest whole checkpoint. never. Or a run folder or checkpoint to go on from."""
+    save_every_steps: int | None = None
+    """Optimizer steps between checkpoints. Default: one after each evaluation. A new best is always saved."""
+    save_total_limit: int | None = 2
+    """Checkpoints kept, the newest ones; that of the best model is kept besides. null: all."""
+    save_optimizer: bool = True
+    """Save the optimizer's state too. Without it checkpoints are a third of the size, and resuming is not exact."""
+
+
+@dataclass(frozen=True)
 class TrackingConfig:
     """Where metrics go besides the run folder's metrics.jsonl."""
 
@@ -189,6 +209,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -252,6 +273,36 @@ class PredictConfig:
     eval: PredictEvalConfig = field(default_factory=PredictEvalConfig)
 
 
+# Settings that may differ between the start of a run and its continuation: they change no weight. The sizes that make
+# up the global batch are among them, since the global batch itself is compared, and so are the rows of the files.
+FREE_TO_CHANGE = {
+    "data.train_file",
+    "data.validation_file",
+    "data.cache_dir",
+    "train.output_dir",
+    "train.overwrite",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.global_batch_size",
+    "train.logging_steps",
+    "train.max_hours",
+    "train.on_nonfinite",
+    "train.auto_micro_batch",
+    "eval.per_device_eval_batch_size",
+    "eval.early_stopping_patience",
+}
+
+
+def deciding_settings(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that decide the result of training, by dotted name; of a config as :meth:`Config.to_dict` gives."""
+    names = ((section, name, value) for section, values in config.items() for name, value in values.items())
+    return {
+        f"{section}.{name}": value
+        for section, name, value in names
+        if section not in ("checkpoint", "tracking") and f"{section}.{name}" not in FREE_TO_CHANGE
+    }
+
+
 POSITIVE = ("greater than 0", lambda value: 0 < value < float("inf"))
 AT_LEAST_ZERO = ("at least 0", lambda value: 0 <= value < float("inf"))
 AT_LEAST_ONE = ("at least 1", lambda value: value >= 1)
@@ -266,6 +317,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.max_grad_norm": AT_LEAST_ZERO,
     "train.label_smoothing": ("at least 0 and less than 1", lambda value: 0 <= value < 1),
     "train.logging_steps": AT_LEAST_ONE,
+    "train.max_hours": POSITIVE,
     "train.seed": ("between 0 and 4294967295", lambda value: 0 <= value < 2**32),
     "optim.learning_rate": AT_LEAST_ZERO,
     "optim.weight_decay": AT_LEAST_ZERO,
@@ -279,6 +331,8 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "eval.per_device_eval_batch_size": AT_LEAST_ONE,
     "eval.threshold": ("greater than 0 and less than 1", lambda value: 0 < value < 1),
     "eval.early_stopping_patience": AT_LEAST_ONE,
+    "checkpoint.save_every_steps": AT_LEAST_ONE,
+    "checkpoint.save_total_limit": AT_LEAST_ONE,
 }
 
 

@@ -8,6 +8,7 @@ launching process's command line.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.resources
 import logging
 import os
@@ -16,21 +17,25 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
 
 from finetune.config import nearest
-from finetune.errors import ConfigError, LaunchError, TrainingError
+from finetune.errors import ConfigError, FinetuneError, LaunchError, TrainingError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 PROFILE_VARIABLE = "FINETUNE_PROFILE"
+# What gloo and NCCL say when the process at the other end is gone.
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -236,6 +241,32 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_restarted() -> bool:
+    """Whether the launcher started this job anew after a process of it had died (``--max_restarts``)."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def job_start() -> float | None:
+    """When the launcher of this process was started, in seconds since the epoch; None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process().parent()
+        return parent.create_time() if parent else None
+    return None
+
+
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM to this process when its launcher dies, so that it saves and ends (Linux).
+
+    A launcher that is killed would leave its processes running: alone, and invisible to the scheduler.
+    """
+    launched = PROFILE_VARIABLE in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+
+
 def check_before_start(launch: Launch) -> None:
     """Refuse a launch that cannot work, before any process waits for another one.
 
@@ -268,11 +299,33 @@ def build_accelerator() -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
+    connect_after_restart()
     return Accelerator(
         cpu=on_cpu(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+
+
+def connect_after_restart() -> None:
+    """Connect the processes of a restarted job; of a job that starts for the first time Accelerate does so.
+
+    torch's static rendezvous keeps one store for all restarts (torch 2.13), in which a new group finds the addresses
+    of the dead one and waits for them. A prefix of its own keeps each attempt apart.
+    """
+    if not is_restarted() or world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = PrefixStore(
+        f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}",
+        TCPStore(address, port, world_size(), is_master=False),
+    )
+    backend = "gloo" if on_cpu() else "nccl"
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world_size())
 
 
 def check_connected(launch: Launch, accelerator: Accelerator) -> None:
@@ -306,37 +359,78 @@ def use_all_cores(launch: Launch) -> int:
     return torch.get_num_threads()
 
 
-def relaunch(profile: str, program: Sequence[str], num_processes: int | None = None) -> int:
+def relaunch(
+    profile: str, program: Sequence[str], num_processes: int | None = None, max_restarts: int | None = None
+) -> int:
     """Run ``finetune PROGRAM…`` under ``accelerate launch`` with a profile and return its exit code.
 
     The launcher runs in this process: its own account of a worker's exit would only bury the message that the worker
-    has already printed.
+    has already printed. After ``max_restarts`` times starting again it gives up.
     """
     path = profile_path(profile)
     if "LOCAL_RANK" in os.environ:
         raise LaunchError(f"--profile {profile}: this process was launched already: leave out one of the two launches")
     _read_profile(path)
+    os.environ[PROFILE_VARIABLE] = str(path)
+    os.environ[PROFILE_VARIABLE + "_PROCESSES"] = "" if num_processes is None else str(num_processes)
+    os.environ[PROFILE_VARIABLE + "_THREADS"] = "1" if "OMP_NUM_THREADS" in os.environ else ""
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # the last is Slurm's warning
+    options = ["--config_file", str(path)]
+    options += [] if num_processes is None else ["--num_processes", str(num_processes)]
+    options += [] if max_restarts is None else ["--max_restarts", str(max_restarts)]
+    return _launch([*options, "-m", "finetune", *program], path, max_restarts or 0)
+
+
+def _launch(arguments: list[str], profile: Path, max_restarts: int) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ[PROFILE_VARIABLE] = str(path)
-    os.environ[PROFILE_VARIABLE + "_PROCESSES"] = "" if num_processes is None else str(num_processes)
-    os.environ[PROFILE_VARIABLE + "_THREADS"] = "1" if "OMP_NUM_THREADS" in os.environ else ""
-    options = ["--config_file", str(path)]
-    options += [] if num_processes is None else ["--num_processes", str(num_processes)]
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    try:
-        launch_command(launch_command_parser().parse_args([*options, "-m", "finetune", *program]))
-    except ChildFailedError as error:
-        return _exit_code(max(failure.exitcode for failure in error.failures.values()))
-    except subprocess.CalledProcessError as error:
-        return _exit_code(error.returncode)
-    except SignalException as error:  # Ctrl-C, or the scheduler ends the job
-        return 128 + error.sigval
-    except ValueError as error:
-        raise LaunchError(f"accelerate launch refuses the profile {path}: {error}") from None
+    for restart in range(max_restarts + 1):
+        try:
+            with _signals_forwarded():
+                launch_command(launch_command_parser().parse_args(arguments))
+            return 0
+        except ChildFailedError as error:
+            return _exit_code(max(failure.exitcode for failure in error.failures.values()))
+        except subprocess.CalledProcessError as error:  # one process, which has no launcher that would start it again
+            if error.returncode >= 0 or restart == max_restarts:
+                return _exit_code(error.returncode)
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart + 1)
+        except SignalException as error:  # Ctrl-C, or the scheduler ends the job
+            _end_children()
+            return 128 + (signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval)
+        except ValueError as error:
+            raise LaunchError(f"accelerate launch refuses the profile {profile}: {error}") from None
     return 0
+
+
+@contextlib.contextmanager
+def _signals_forwarded() -> Iterator[None]:
+    """Let a single process, which Accelerate starts without a thought of signals, hear those of its launcher.
+
+    torch's launcher of several processes installs its own handlers over these.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                child.send_signal(number)
+
+    previous = {each: signal.signal(each, forward) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def _end_children() -> None:
+    """After a second Ctrl-C nobody waits for the workers any more."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
 
 
 def _exit_code(code: int) -> int:
@@ -348,13 +442,40 @@ def _exit_code(code: int) -> int:
     return code
 
 
-def leave_with_error(message: str, seconds: float = 10.0) -> int:
-    """Print a user's error once per job; returns the exit code 2.
+def leave_with_error(error: Exception, seconds: float = 10.0) -> int:
+    """Print what went wrong once per job; returns the exit code: 2 for what a user can mend, 1 for a fault of ours.
 
-    The launcher ends all ranks when the first one exits. So the others wait for rank 0 to speak, and speak up
-    themselves only when they are still there after that: then the error was theirs alone.
+    The launcher ends all ranks when the first one exits. While they are connected, the first that fails speaks, and
+    the others, who fail because they lost it, wait for the launcher. Before that, all fail alike, and rank 0 speaks.
+    A rank that is still there after ``seconds`` was alone with its error, and speaks too.
     """
-    if not is_main_process():
+    is_connected, is_first = _first_to_fail()
+    if is_connected and any(word in str(error) for word in LOST_CONNECTION):
+        error = TrainingError(
+            "lost the connection to another process of this job: it failed, or was ended by a signal or by the system "
+            "(is the machine out of memory?)"
+        )
+    if not (is_first if is_connected else is_main_process()):
         time.sleep(seconds)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return 2
+    if isinstance(error, FinetuneError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+    code = 2 if isinstance(error, FinetuneError) else 1
+    if is_connected:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the interpreter's own end may wait for the other ranks
+    return code
+
+
+def _first_to_fail() -> tuple[bool, bool]:
+    """Whether the ranks of this job are connected, and whether this is the first of them to say that it fails."""
+    torch = sys.modules.get("torch")
+    if torch is None or world_size() == 1 or not torch.distributed.is_initialized():
+        return False, False
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return True, store.add(f"finetune/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+    except RuntimeError:  # the store went down with the process that kept it
+        return True, is_main_process()

@@ -52,6 +52,7 @@ from finetune.page import (
 )  # fmt: skip
 from finetune.run_folder import write_text
 
+REPORT_FILE = "report.html"
 MAX_SCATTER = 2_000  # rows drawn of a regression
 MAX_MATRIX = 30  # classes up to which the confusion matrix is drawn whole
 MAX_ROWS = 20  # mistakes and confused pairs listed
@@ -69,7 +70,7 @@ def write_report(run_dir: Path) -> Path:
         CheckpointError: there is no results.json, a file of the folder is damaged, or the page cannot be written.
     """
     page = _page(_read_run(run_dir))
-    path = run_dir / "report.html"
+    path = run_dir / REPORT_FILE
     write_text(path, page)
     return path
 

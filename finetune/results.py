@@ -35,6 +35,7 @@ class Results:
     record: LaunchRecord
     peak_memory_bytes: int
     wall_seconds: float
+    checkpoint_bytes: int
 
     def publish(self, console: Console, output_dir: Path) -> None:
         """Write the files, hand the summary to the trackers, print the tables."""
@@ -54,13 +55,15 @@ class Results:
         summary = {**best, "best/step": self.state.best_step, "stop_reason": self.state.stop_reason}
         trackers.finish(summary, failed=False)
         write_report(output_dir)
-        counts = self.training.throughput.total
+        throughput = self.training.throughput
+        counts = throughput.total
         facts = {
             "best": f"{self.training.metric_for_best_model} at step {self.state.best_step} of {self.state.global_step}",
             "stopped": str(self.state.stop_reason),
             "time": (
                 f"{self.wall_seconds:.0f} s in all: {counts.seconds:.0f} s training, "
-                f"{self.training.throughput.evaluation_seconds:.0f} s evaluation"
+                f"{throughput.evaluation_seconds:.0f} s evaluation, {throughput.checkpoint_seconds:.0f} s checkpoints "
+                f"({self.checkpoint_bytes / 1e6:,.0f} MB each)"
             ),
             "speed": (
                 f"{results['examples_per_second']:.1f} examples/s, {results['tokens_per_second']:,.0f} tokens/s, "
@@ -101,6 +104,9 @@ class Results:
             "wall_seconds": self.wall_seconds,
             "training_seconds": counts.seconds,
             "evaluation_seconds": training.throughput.evaluation_seconds,
+            "checkpoint_seconds": training.throughput.checkpoint_seconds,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "skipped_steps": state.skipped_steps,
             **{name.removeprefix("perf/"): value for name, value in counts.rates().items()},
             "peak_memory_bytes": self.peak_memory_bytes,
             "num_processes": self.record.num_processes,

@@ -14,24 +14,29 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from numpy.typing import NDArray
+from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.checkpoint import write_folder
 from finetune.config import Config, DataConfig, EvalConfig, ProblemType, validate
-from finetune.console import TrainingProgress, make_console, print_plan
-from finetune.data.batching import resolve_batch_sizes, training_length
+from finetune.console import TrainingProgress, make_console, print_plan, print_warning
+from finetune.data.batching import BatchSizes, TrainingLength, resolve_batch_sizes, training_length
 from finetune.data.check import DataCheck, check_data
-from finetune.data.loader import EvalLoader, Examples, TrainLoader
+from finetune.data.loader import Collator, EvalLoader, Examples, TrainLoader
 from finetune.data.splits import Splits, read_splits
 from finetune.data.tokenize import TokenizedTexts, tokenize
 from finetune.distributed import disconnect, first_on_each_node, on_every_process, on_main_process
-from finetune.evaluation import Evaluation
+from finetune.errors import Interrupted
+from finetune.finite import FiniteWatch
+from finetune.interrupt import StopRequests
 from finetune.launch import (
     Launch,
     build_accelerator,
     check_before_start,
     check_connected,
+    end_with_launcher,
     find_launch,
+    is_restarted,
+    job_start,
     local_world_size,
     resolve_accumulation,
     use_all_cores,
@@ -39,17 +44,20 @@ from finetune.launch import (
 from finetune.loop import Training, TrainState, train
 from finetune.loss import example_losses, example_weights, resolve_class_weights
 from finetune.metrics import DEFAULT_METRICS, Metrics, default_metric_for_best_model, greater_is_better
-from finetune.model import InputSettings, LoadedModel, load_model, save_model
+from finetune.micro_batch import fitting_micro_batch, out_of_memory_explained
+from finetune.model import InputSettings, LoadedModel, load_model
 from finetune.optim import LearningRateSchedule, build_optimizer, resolve_learning_rate
 from finetune.plan import describe_plan
+from finetune.report import REPORT_FILE
 from finetune.results import Results
-from finetune.run_folder import LaunchRecord, choose_output_dir, launch_record, start_run_folder, write_json
+from finetune.run_folder import LaunchRecord, choose_output_dir, launch_record, run_id_of, start_run_folder, write_json
+from finetune.snapshot import Identity, Resumable, Snapshots, find_checkpoint, load_weights, refuse_another_run
 from finetune.throughput import Throughput
 from finetune.tracking import Trackers, start_trackers
 
 
 def run(config: Config, origin: Mapping[str, str]) -> Path:
-    """Train as ``config`` says; returns the run folder.
+    """Train as ``config`` says, or go on with a run that was stopped; returns the run folder.
 
     Args:
         config: from :func:`finetune.config.parse`.
@@ -57,20 +65,26 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
 
     Raises:
         FinetuneError: for everything that the person can mend; on every rank when it is on one.
+        Interrupted: a signal or ``train.max_hours`` ended it after a checkpoint, on every rank.
     """
-    started = time.perf_counter()
+    started = time.monotonic()
     validate(config)
     datasets.disable_progress_bars()
     launch = find_launch()
+    end_with_launcher()
     check_before_start(launch)
     accelerator = build_accelerator()
     check_connected(launch, accelerator)
-    output_dir = _train(config, origin, launch, accelerator, started)
+    output_dir, interrupted = _train(config, origin, launch, accelerator, started)
     disconnect(accelerator)
+    if interrupted is not None:
+        raise interrupted
     return output_dir
 
 
-def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerator: Accelerator, started: float) -> Path:
+def _train(
+    config: Config, origin: Mapping[str, str], launch: Launch, accelerator: Accelerator, started: float
+) -> tuple[Path, Interrupted | None]:
     threads = use_all_cores(launch)
     console = make_console(visible=accelerator.is_main_process)
 
@@ -86,9 +100,18 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
         accumulation_source,
     )
     metric = choose_best_metric(config.eval, config.data.problem_type)
-    output_dir = on_main_process(accelerator, lambda: choose_output_dir(config))
+    output_dir = on_main_process(accelerator, lambda: choose_output_dir(config, job_start(), is_restarted()))
+    resumable = on_main_process(accelerator, lambda: find_resumable(config, output_dir, console))
 
     splits = first_on_each_node(accelerator, lambda: read_splits(config.data, config.train.seed))
+    identity = identify(config, splits, sizes)
+    if resumable is not None:
+        refuse_another_run(resumable, identity)
+        if is_finished(resumable, output_dir):
+            print_plan(
+                console, {"finished": f"{output_dir}: {resumable.stop_reason}; --train.overwrite true starts anew"}
+            )
+            return output_dir, None
     class_weights = on_every_process(
         accelerator,
         lambda: resolve_class_weights(config.data.class_weights, splits.labels.names, splits.train_labels),
@@ -97,6 +120,8 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
     set_seed(config.train.seed)  # before the model, so that a new head starts from the same weights on every rank
     loaded = on_every_process(accelerator, lambda: load(config, splits))
     inputs = input_settings(config.data, loaded)
+    if resumable is not None:
+        on_every_process(accelerator, lambda: load_weights(loaded.model, resumable, inputs))
     train_texts, dev_texts = first_on_each_node(accelerator, lambda: tokenize_splits(splits, loaded, config.data))
     check = on_main_process(accelerator, lambda: check_splits(splits, train_texts, dev_texts, loaded, config.data))
     set_seed(config.train.seed + accelerator.process_index)  # or every rank would drop out the same units
@@ -114,8 +139,17 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
     model, prepared_optimizer = accelerator.prepare(loaded.model, optimizer)
     if isinstance(model, DistributedDataParallel):
         model.forward_sync_buffers = False  # no buffer of these models changes: a broadcast each step for nothing
+    bare_model = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+    losses = training_loss(config, class_weights, accelerator.device)
+    examples = Examples(train_texts, splits.train_labels, example_weights(splits.train_labels, class_weights))
+    if config.train.auto_micro_batch:
+        asked = sizes.per_device
+        sizes = fitting_micro_batch(accelerator, model, losses, Collator(examples, loaded.tokenizer), sizes)
+        if sizes.per_device != asked:
+            accumulation_source = f"train.auto_micro_batch: {asked} per device do not fit into memory"
 
     record = launch_record(
+        run_id=on_main_process(accelerator, lambda: run_id_of(output_dir, is_overwritten(config))),
         profile=launch.profile,
         sizes=sizes,
         accumulation_source=accumulation_source,
@@ -126,23 +160,43 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
         threads=threads,
         seed=config.train.seed,
     )
-    on_main_process(accelerator, lambda: start_run_folder(output_dir, config, record))
+    throughput = Throughput()
+    snapshots = Snapshots(
+        accelerator=accelerator,
+        output_dir=output_dir,
+        config=config.checkpoint,
+        identity=identity,
+        loaded=loaded,
+        inputs=inputs,
+        optimizer=optimizer,
+        schedule=schedule,
+        throughput=throughput,
+        started=started,
+    )
+    state = TrainState()
+    if resumable is not None:
+        state = on_every_process(accelerator, lambda: snapshots.restore(resumable))
+    resumed_step = None if resumable is None else resumable.step
+    on_main_process(accelerator, lambda: start_run_folder(output_dir, config, record, resumed_step))
     on_main_process(accelerator, lambda: write_json(output_dir / "data_check.json", check.as_dict()))
-    trackers = open_trackers(accelerator, config, output_dir, record)
+    if resumable is not None:
+        on_main_process(accelerator, lambda: snapshots.restore_best(resumable, state))
+    trackers = open_trackers(accelerator, config, output_dir, record, resumable)
+    deadline = None if config.train.max_hours is None else started + 3600 * config.train.max_hours
     with trackers, TrainingProgress(console, length.total_steps) as progress:
         rate_plan = f"{rate:g} at its peak ({rate_origin}), {config.optim.lr_scheduler_type}"
         rate_plan += f" after {schedule.warmup_steps} steps of warm-up"
         plan = describe_plan(config, splits, train_texts, dev_texts, loaded, length, rate_plan, record, check)
+        plan |= {} if resumable is None else {"going on": resumable.describe(accelerator.num_processes)}
         print_plan(console, {**plan, "tracking": trackers.describe(), "run folder": str(output_dir)})
-        best = BestModel(accelerator, loaded, inputs, output_dir)
         training = Training(
             accelerator=accelerator,
             model=model,
-            bare_model=accelerator.unwrap_model(model, keep_fp32_wrapper=True),
+            bare_model=bare_model,
             optimizer=prepared_optimizer,
             schedule=schedule,
             train_loader=TrainLoader(
-                Examples(train_texts, splits.train_labels, example_weights(splits.train_labels, class_weights)),
+                examples,
                 loaded.tokenizer,
                 sizes,
                 rank=accelerator.process_index,
@@ -160,27 +214,76 @@ def _train(config: Config, origin: Mapping[str, str], launch: Launch, accelerato
             metrics=metrics,
             trackers=trackers,
             progress=progress,
-            save_best=best.save,
-            example_losses=training_loss(config, class_weights, accelerator.device),
+            stop_requests=StopRequests(deadline),
+            finite_watch=FiniteWatch(lambda rows: [splits.train.where(int(row)) for row in rows]),
+            keep_best=snapshots.keep_best,
+            save_checkpoint=snapshots.save,
+            example_losses=losses,
             problem_type=config.data.problem_type,
             total_steps=length.total_steps,
             evaluation_steps=length.evaluation_steps,
             logging_steps=config.train.logging_steps,
+            save_every_steps=config.checkpoint.save_every_steps,
+            skip_nonfinite=config.train.on_nonfinite == "skip",
             max_grad_norm=config.train.max_grad_norm,
             metric_for_best_model=metric.name,
             greater_is_better=metric.greater_is_better,
             early_stopping_patience=config.eval.early_stopping_patience,
-            throughput=Throughput(),
+            throughput=throughput,
         )
-        state = TrainState()
-        train(training, state)
-        on_main_process(accelerator, lambda: save_last(loaded, inputs, output_dir, state))
-        peak_memory = peak_memory_bytes(accelerator)
-        seconds = time.perf_counter() - started
-        assert best.evaluation is not None  # the last step is always evaluated
-        results = Results(splits, training, state, best.evaluation, record, peak_memory, seconds)
-        on_main_process(accelerator, lambda: results.publish(console, output_dir))
-    return output_dir
+        try:
+            with training.stop_requests:  # also while results are written, which a signal must not cut short
+                with out_of_memory_explained(sizes):
+                    train(training, state)
+                peak_memory = peak_memory_bytes(accelerator)
+                assert snapshots.best is not None  # the last step is always evaluated
+                results = Results(
+                    splits,
+                    training,
+                    state,
+                    snapshots.best,
+                    record,
+                    peak_memory_bytes=peak_memory,
+                    wall_seconds=snapshots.wall_seconds,
+                    checkpoint_bytes=snapshots.size,
+                )
+                on_main_process(accelerator, lambda: results.publish(console, output_dir))
+        except Interrupted as interrupted:
+            trackers.suspend()
+            print_plan(console, {"stopped": how_to_go_on(interrupted, state, length)})
+            return output_dir, interrupted.with_traceback(None)  # which would hold the model
+    return output_dir, None
+
+
+def how_to_go_on(interrupted: Interrupted, state: TrainState, length: TrainingLength) -> str:
+    """One line for the person at the terminal, or for whoever reads the log of a job that was ended."""
+    return (
+        f"by {interrupted.reason} after step {state.global_step} of {length.total_steps}, with a checkpoint: "
+        "the same command with the same train.output_dir goes on from there"
+    )
+
+
+def find_resumable(config: Config, output_dir: Path, console: Console) -> Resumable | None:
+    """The checkpoint that this run goes on from, if any."""
+    if is_overwritten(config):
+        return None
+    return find_checkpoint(config.checkpoint.resume, output_dir, lambda text: print_warning(console, text))
+
+
+def is_finished(resumable: Resumable, output_dir: Path) -> bool:
+    """Whether the run has come to its end and has shown its results; the page is the last of them."""
+    return resumable.stop_reason is not None and (output_dir / REPORT_FILE).is_file()
+
+
+def is_overwritten(config: Config) -> bool:
+    """Whether what is in the run folder goes; a job that its launcher restarts must not empty its own folder."""
+    return config.train.overwrite and not is_restarted()
+
+
+def identify(config: Config, splits: Splits, sizes: BatchSizes) -> Identity:
+    """What a checkpoint must have in common with this run."""
+    rows = {"train": splits.train.dataset._fingerprint, "dev": splits.dev.dataset._fingerprint}
+    return Identity.of(config, rows, splits.labels.names, sizes.global_batch)
 
 
 @dataclass(frozen=True)
@@ -272,8 +375,11 @@ def input_settings(config: DataConfig, loaded: LoadedModel) -> InputSettings:
     )
 
 
-def open_trackers(accelerator: Accelerator, config: Config, output_dir: Path, record: LaunchRecord) -> Trackers:
-    """Real trackers on rank 0, silent ones elsewhere."""
+def open_trackers(
+    accelerator: Accelerator, config: Config, output_dir: Path, record: LaunchRecord, resumable: Resumable | None
+) -> Trackers:
+    """Real trackers on rank 0, silent ones elsewhere; they drop what was logged after the checkpoint."""
+    state = resumable.content["train_state"] if resumable else {}
     opened: list[Trackers] = []
     on_main_process(
         accelerator,
@@ -286,38 +392,13 @@ def open_trackers(accelerator: Accelerator, config: Config, output_dir: Path, re
                 run_name=config.tracking.run_name or output_dir.name,
                 group=config.tracking.group,
                 tags=config.tracking.tags,
+                run_id=record.run_id,
+                resumed_step=state.get("global_step"),
+                evaluated_step=state.get("evaluated_step"),
             )
         ),
     )
     return opened[0] if opened else Trackers()
-
-
-class BestModel:
-    """Keeps the best model of the run in ``best/``, and its evaluation."""
-
-    def __init__(self, accelerator: Accelerator, loaded: LoadedModel, inputs: InputSettings, output_dir: Path) -> None:
-        self._accelerator, self._loaded, self._inputs = accelerator, loaded, inputs
-        self._folder = output_dir / "best"
-        self.evaluation: Evaluation | None = None
-
-    def save(self, evaluation: Evaluation) -> None:
-        """Called on every rank when an evaluation is the best so far."""
-        self.evaluation = evaluation
-        on_main_process(self._accelerator, lambda: _save(self._folder, self._loaded, self._inputs))
-
-
-def _save(folder: Path, loaded: LoadedModel, inputs: InputSettings) -> None:
-    write_folder(folder, lambda staged: save_model(staged, loaded.model, loaded.tokenizer, inputs))
-
-
-def save_last(loaded: LoadedModel, inputs: InputSettings, output_dir: Path, state: TrainState) -> None:
-    """The weights after the last step, with the state of training."""
-
-    def write(folder: Path) -> None:
-        save_model(folder, loaded.model, loaded.tokenizer, inputs)
-        write_json(folder / "train_state.json", asdict(state))
-
-    write_folder(output_dir / "checkpoints" / f"step-{state.global_step:08d}", write)
 
 
 def device_name(device: torch.device) -> str:

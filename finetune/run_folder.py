@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from finetune.config import Config
+from finetune.config import Config, deciding_settings
 from finetune.data.batching import BatchSizes
 from finetune.errors import CheckpointError, ConfigError
 
@@ -31,8 +33,9 @@ LAUNCH_FILE = "launch.json"
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """``launch.json``: where and how a run ran."""
+    """``launch.json``: where and how a run ran, at its latest start."""
 
+    run_id: str
     profile: str | None
     num_processes: int
     num_machines: int
@@ -56,6 +59,7 @@ class LaunchRecord:
 
 def launch_record(
     *,
+    run_id: str,
     profile: Path | None,
     sizes: BatchSizes,
     accumulation_source: str,
@@ -68,6 +72,7 @@ def launch_record(
 ) -> LaunchRecord:
     """Collect what a person needs to run this again."""
     return LaunchRecord(
+        run_id=run_id,
         profile=None if profile is None else str(profile),
         num_processes=sizes.num_processes,
         num_machines=num_machines,
@@ -107,23 +112,58 @@ def _git_commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def choose_output_dir(config: Config) -> Path:
-    """``train.output_dir``, or a new name made from the model and the time; nothing is written yet.
+def choose_output_dir(config: Config, started: float | None = None, is_restarted: bool = False) -> Path:
+    """``train.output_dir``, the run folder of ``checkpoint.resume``, or a new name made from the model and the time.
+
+    Nothing is written yet.
+
+    Args:
+        config: the run config.
+        started: time of the job's start, the same for each of its restarts; default: now.
+        is_restarted: whether this is one of those restarts: what is in the folder is this job's own.
 
     Raises:
-        ConfigError: the folder has something in it and ``train.overwrite`` is not set, is not a run folder though it
-            is to be overwritten, or cannot be written.
+        ConfigError: the folder has something in it that is neither to be continued nor to be overwritten, or cannot
+            be written.
     """
+    resume = config.checkpoint.resume
     if config.train.output_dir:
         folder = Path(config.train.output_dir).expanduser().absolute()
+    elif resume not in ("auto", "never"):
+        source = Path(resume).expanduser().absolute()
+        folder = source.parent.parent if source.parent.name == "checkpoints" else source
     else:
         model = Path(str(config.model.name_or_path)).name
-        folder = Path("runs", f"{model}-{datetime.now():%Y%m%d-%H%M%S}").absolute()
+        time = datetime.fromtimestamp(started) if started is not None else datetime.now()
+        folder = Path("runs", f"{model}-{time:%Y%m%d-%H%M%S}").absolute()
     try:
-        _check_output_dir(folder, config)
+        if not (is_restarted and (folder / LAUNCH_FILE).is_file()):
+            _check_output_dir(folder, config)
     except OSError as error:
         raise ConfigError(f"train.output_dir {folder} cannot be used: {error.strerror or error}") from error
     return folder
+
+
+def _is_to_be_continued(folder: Path, config: Config) -> bool:
+    """Whether a run of the same settings was stopped here; before its first checkpoint it starts over."""
+    if config.checkpoint.resume == "never" or not (folder / LAUNCH_FILE).is_file():
+        return False
+    if (folder / "checkpoints").is_dir():
+        return True  # what it has in common with this run is compared once the rows are read
+    try:
+        earlier = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        return deciding_settings(earlier) == deciding_settings(config.to_dict())
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return False
+
+
+def run_id_of(folder: Path, is_overwritten: bool) -> str:
+    """The id of the run in a folder that is to be continued, else a new one."""
+    try:
+        earlier = None if is_overwritten else json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError):
+        earlier = None
+    return earlier or uuid.uuid4().hex[:8]
 
 
 def _check_output_dir(folder: Path, config: Config) -> None:
@@ -132,6 +172,8 @@ def _check_output_dir(folder: Path, config: Config) -> None:
         raise ConfigError(f"train.output_dir {folder}: {existing} is a file: give a folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not config.train.overwrite:
+            if _is_to_be_continued(folder, config):
+                return
             raise ConfigError(
                 f"train.output_dir {folder} already holds a run: give another folder, or empty it first with "
                 "--train.overwrite true"
@@ -164,14 +206,24 @@ def _sources(config: Config) -> Iterable[tuple[str, str]]:
             yield setting, name
 
 
-def start_run_folder(folder: Path, config: Config, record: LaunchRecord) -> None:
-    """Empty or create the run folder and write ``launch.json`` and ``config.yaml``.
+def start_run_folder(folder: Path, config: Config, record: LaunchRecord, resumed_step: int | None = None) -> None:
+    """Empty, create or continue the run folder and write ``launch.json`` and ``config.yaml``.
+
+    Args:
+        folder: the run folder.
+        config: the run config.
+        record: of this start.
+        resumed_step: the step of the checkpoint that the run goes on from; later ones are damaged or given up.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
-        if folder.is_dir() and config.train.overwrite:
+        if resumed_step is not None:
+            for checkpoint in (folder / "checkpoints").glob("step-*"):
+                if int(checkpoint.name.removeprefix("step-")) > resumed_step:
+                    shutil.rmtree(checkpoint)
+        elif folder.is_dir() and config.train.overwrite:
             # launch.json goes last: without it a half-emptied folder would not count as a run folder any more.
             for entry in sorted(folder.iterdir(), key=lambda path: path.name == LAUNCH_FILE):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

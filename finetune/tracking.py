@@ -14,6 +14,8 @@ import json
 import logging
 import math
 import os
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +64,10 @@ class Tracker(ABC):
     def finish(self, summary: Mapping[str, object], failed: bool) -> None:
         """Write the results of the whole run and close."""
 
+    def suspend(self) -> None:
+        """Close a run that is going to be continued; its latest step may not be complete."""
+        self.finish({}, failed=True)
+
     @abstractmethod
     def describe(self) -> str:
         """Where to look, in one phrase."""
@@ -97,6 +103,12 @@ class Trackers:
         if not self._finished:
             self._finished = True
             self._each(lambda tracker: tracker.finish(summary, failed))
+
+    def suspend(self) -> None:
+        """Close all trackers of a run that is going to be continued."""
+        if not self._finished:
+            self._finished = True
+            self._each(lambda tracker: tracker.suspend())
 
     @property
     def run_id(self) -> str | None:
@@ -135,11 +147,13 @@ def start_trackers(
     tags: Sequence[str],
     run_id: str | None = None,
     resumed_step: int | None = None,
+    evaluated_step: int | None = None,
 ) -> Trackers:
     """Start the named trackers and the JSONL file; call it in the main process only.
 
-    ``run_id`` continues a W&B run. ``resumed_step`` is the step of the checkpoint that training goes on from: what
-    was logged after it is about to be logged again, so it is dropped.
+    ``run_id`` names the W&B run, or continues it. ``resumed_step`` is the step of the checkpoint that training goes on
+    from, ``evaluated_step`` that of its last evaluation (default: the same): what was logged after them is about to be
+    logged again, so it is dropped.
     """
     for name in names:
         if name not in TRACKER_NAMES:
@@ -148,12 +162,13 @@ def start_trackers(
             raise ConfigError(f"tracking.trackers: unknown {name!r}, did you mean {nearest!r}? Known: {known}")
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    members: list[Tracker] = [JsonlTracker(output_dir, resumed_step)]
+    jsonl = JsonlTracker(output_dir, resumed_step, evaluated_step)
+    members: list[Tracker] = [jsonl]
     try:
         if "tensorboard" in names:
             members.append(TensorBoardTracker(output_dir, config, resumed_step))
         if "wandb" in names:
-            members.extend(_start_wandb(output_dir, config, project, run_name, group, tags, run_id))
+            members.extend(_start_wandb(output_dir, config, project, run_name, group, tags, run_id, jsonl.kept))
     except BaseException:
         Trackers(members).finish({}, failed=True)
         raise
@@ -176,11 +191,16 @@ class JsonlTracker(Tracker):
 
     name = "metrics.jsonl"
 
-    def __init__(self, output_dir: Path, resumed_step: int | None) -> None:
+    def __init__(self, output_dir: Path, resumed_step: int | None, evaluated_step: int | None) -> None:
         self.path = output_dir / "metrics.jsonl"
-        kept = [] if resumed_step is None else _lines_until(self.path, resumed_step)
+        self.kept: list[dict[str, float]] = []
+        """The entries of an earlier start that still hold."""
+        if resumed_step is not None:
+            self.kept = _entries_until(
+                self.path, resumed_step, resumed_step if evaluated_step is None else evaluated_step
+            )
         rewritten = self.path.with_suffix(".tmp")
-        rewritten.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        rewritten.write_text("".join(f"{json.dumps(entry)}\n" for entry in self.kept), encoding="utf-8")
         rewritten.replace(self.path)
         self.file = self.path.open("a", encoding="utf-8", buffering=1)
 
@@ -195,21 +215,26 @@ class JsonlTracker(Tracker):
         return str(self.path)
 
 
-def _lines_until(path: Path, last_step: int) -> list[str]:
-    """The whole lines of a metrics file up to a step; a process killed while writing leaves half a line."""
+def _entries_until(path: Path, last_step: int, last_evaluation: int) -> list[dict[str, float]]:
+    """The whole entries of a metrics file up to a step; a process killed while writing leaves half a line."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            step = json.loads(line)["step"]
+            entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if step <= last_step:
-            kept.append(line)
+        is_evaluation = any(name.startswith("eval/") for name in entry)
+        if entry["step"] <= (last_evaluation if is_evaluation else last_step):
+            kept.append(entry)
     return kept
 
 
 class WandbTracker(Tracker):
-    """One Weights & Biases run: online for those who are logged in, else offline; never a prompt, never a long wait."""
+    """One Weights & Biases run: online for those who are logged in, else offline; never a prompt, never a long wait.
+
+    Steps only ever rise, also over several starts: what an earlier start has sent or written is not logged again, and
+    what it lost when it was killed (W&B writes offline files in blocks of 32 KiB) is logged from ``metrics.jsonl``.
+    """
 
     name = "W&B"
 
@@ -222,6 +247,7 @@ class WandbTracker(Tracker):
         group: str | None,
         tags: Sequence[str],
         run_id: str | None,
+        earlier: Sequence[Mapping[str, float]],
     ) -> None:
         import wandb
 
@@ -266,10 +292,26 @@ class WandbTracker(Tracker):
         self.run_id = self.run.id if self.mode != "disabled" else None
         self.run.define_metric("train/global_step")
         self.run.define_metric("*", step_metric="train/global_step")
+        self._row: dict[str, Any] = {}  # of the latest step, until the next: an evaluation joins it
+        self._step = 0
+        self._last_step = self.run.step - 1 if self.mode == "online" else _last_offline_step(self.run)
+        for entry in earlier:
+            metrics = {
+                name: value for name, value in entry.items() if name not in ("step", "epoch") and value is not None
+            }
+            self.log(metrics, int(entry["step"]), entry["epoch"])
 
     def log(self, metrics: Mapping[str, float], step: int, epoch: float) -> None:
-        # With an explicit step, a resumed online run ignores the steps it already has.
-        self.run.log({"train/global_step": step, "train/epoch": epoch, **metrics}, step=step)
+        if step > self._last_step:
+            if step != self._step:
+                self._send()
+            self._step = step
+            self._row |= {"train/global_step": step, "train/epoch": epoch, **metrics}
+
+    def _send(self) -> None:
+        if self._row:
+            self.run.log(self._row, step=self._step, commit=True)
+        self._row = {}
 
     def log_evaluation_tables(
         self,
@@ -295,18 +337,27 @@ class WandbTracker(Tracker):
             tables["eval/per_class"] = wandb.Table(
                 columns=list(per_class[0]), data=[list(row.values()) for row in per_class]
             )
-        # Joins the row that log() opened: with a step of their own, tables of an earlier (best) step would be ignored.
-        self.run.log(tables, commit=False)
+        self._row |= tables  # of the latest step: with a step of their own, those of an earlier (best) one are ignored
 
     def finish(self, summary: Mapping[str, object], failed: bool) -> None:
         import wandb
 
         try:
-            self.run.log({}, commit=True)  # else the last row is written after the summary and overwrites it
+            self._send()  # before the summary, or the last row would overwrite it
             self.run.summary.update(dict(summary))
             self.run.finish(exit_code=int(failed))
         finally:
             wandb.teardown()  # forget the mode and the login: another run in this process decides anew
+
+    def suspend(self) -> None:
+        import wandb
+
+        try:
+            if self.mode == "online":
+                self.run.mark_preempting()
+            self.run.finish(exit_code=1)
+        finally:
+            wandb.teardown()
 
     def describe(self) -> str:
         if self.mode == "disabled":
@@ -315,6 +366,18 @@ class WandbTracker(Tracker):
             run_dir = Path(self.run.dir).parent
             return f"W&B offline ({self.reason}): {run_dir.parent}; upload with `wandb sync {run_dir}`"
         return f"W&B {self.mode}: {self.run.url}"
+
+
+def _last_offline_step(run: Any) -> int:
+    """The last step in the offline files of earlier starts; -1 for none. Files of a killed start may hold nothing."""
+    last, own = -1, Path(run.dir).parent
+    for folder in own.parent.glob(f"offline-run-*-{run.id}"):
+        if folder != own:
+            command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(folder)]
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            step = json.loads(shown.stdout)["step"] if shown.returncode == 0 else None
+            last = max(last, -1 if step is None else int(step))
+    return last
 
 
 def wandb_mode() -> tuple[WandbMode, str]:

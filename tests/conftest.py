@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, os.path.dirname(__file__))
+from jobs import Nursery
 
 # Before anything imports a HuggingFace library or W&B.
 _home = tempfile.mkdtemp(prefix="finetune-tests-")
@@ -156,11 +159,19 @@ def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Finetune = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.fixture(scope="session")
+def single_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts single processes in no time."""
+    with Nursery(tmp_path_factory.mktemp("single")) as nursery:
+        yield nursery
+
+
 @pytest.fixture
-def finetune(tmp_path: Path) -> Finetune:
+def finetune(tmp_path: Path, single_jobs: Nursery) -> Finetune:
     """Run the real program: ``finetune("train", …)`` or ``finetune("train", …, profile="ddp2", launcher=[…])``.
 
-    ``profile`` starts it under plain ``accelerate launch --config_file``; ``launcher`` adds launcher options.
+    ``profile`` starts it under plain ``accelerate launch --config_file``; ``launcher`` adds launcher options. A single
+    process without an environment of its own is forked from one that has imported everything.
     """
 
     def run(
@@ -171,6 +182,10 @@ def finetune(tmp_path: Path) -> Finetune:
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "finetune", *map(str, arguments)]
+        if profile is None and env is None and "--profile" not in command:
+            job = single_jobs.start(arguments, ranks=1, cwd=tmp_path)
+            (code,) = job.wait(timeout)
+            return subprocess.CompletedProcess(command, -9 if code is None else code, *job.streams())
         if profile is not None:
             path = profile if Path(profile).is_file() else REPOSITORY / "accelerate_configs" / f"{profile}.yaml"
             start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), *launcher]

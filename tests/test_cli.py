@@ -14,7 +14,7 @@ from conftest import REPOSITORY, Finetune
 from finetune import __version__
 from finetune.cli import main, make_output_printable, number, take_option
 from finetune.config import Config, PredictConfig, field_docs, parse, walk
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError, DataError, Interrupted
 
 FILES = ["--data.train_file", "train.tsv", "--model.name_or_path", "bert"]
 
@@ -207,16 +207,16 @@ def test_train_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_train_under_a_profile(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers get the same arguments, less the two that are about launching; their exit code is ours."""
+    """The workers get the same arguments, less those that are about launching; their exit code is ours."""
     call = replace_function(monkeypatch, "finetune.launch.relaunch", code)
     here = replace_function(monkeypatch, "finetune.run.run")
     first = [*FILES, "--profile=ddp2", "--train.seed", "3"]
-    second = ["--num_processes", "4", *FILES, "--profile", "a", "--profile", "my profile.yaml"]
+    second = ["--num_processes", "4", "--max_restarts", "2", *FILES, "--profile", "a", "--profile", "my profile.yaml"]
     assert main(["train", *first]) == code
     assert main(["train", *second]) == code
     assert call.arguments == [
-        ("ddp2", ["train", *FILES, "--train.seed", "3"], None),
-        ("my profile.yaml", ["train", *FILES], 4),
+        ("ddp2", ["train", *FILES, "--train.seed", "3"], None, None),
+        ("my profile.yaml", ["train", *FILES], 4, 2),
     ]
     assert here.arguments == []
 
@@ -247,10 +247,18 @@ def test_errors_of_a_run_are_one_message(monkeypatch: pytest.MonkeyPatch, refuse
     assert refused("train", *FILES) == "train.tsv, line 3: two cells where three belong"
 
 
-def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     replace_function(monkeypatch, "finetune.run.run", KeyError("oops"))
-    with pytest.raises(KeyError, match="oops"):
-        main(["train", *FILES])
+    assert main(["train", *FILES]) == 1
+    assert "KeyError: 'oops'" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_has_the_exit_code_of_its_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_function(monkeypatch, "finetune.run.run", Interrupted("SIGTERM", 143))
+    assert main(["train", *FILES]) == 143
+    assert capsys.readouterr().err == ""
 
 
 # ---------------------------------------------------------------- parts

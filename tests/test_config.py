@@ -36,7 +36,7 @@ from finetune.config import (
 )
 from finetune.errors import ConfigError
 
-SECTIONS = ("data", "model", "train", "optim", "eval", "tracking")
+SECTIONS = ("data", "model", "train", "optim", "eval", "checkpoint", "tracking")
 RECIPES = ("chinese_bert", "demo", "roberta_large")
 
 
@@ -344,6 +344,7 @@ OUTSIDE: dict[str, tuple[float, ...]] = {
     "train.max_grad_norm": (-1,),
     "train.label_smoothing": (-0.1, 1),
     "train.logging_steps": (0,),
+    "train.max_hours": (0, -1),
     "train.seed": (-1, 2**32),
     "optim.learning_rate": (-1e-5,),
     "optim.weight_decay": (-0.1,),
@@ -356,6 +357,8 @@ OUTSIDE: dict[str, tuple[float, ...]] = {
     "eval.evals_per_epoch": (0, -1),
     "eval.per_device_eval_batch_size": (0,),
     "eval.early_stopping_patience": (0,),
+    "checkpoint.save_every_steps": (0,),
+    "checkpoint.save_total_limit": (0,),
 }
 INSIDE: dict[str, tuple[float, ...]] = {
     "data.validation_split": (0.01, 0.99),
@@ -491,9 +494,10 @@ def test_sections_and_names_that_other_documents_rely_on() -> None:
         "encoding class_weights header column_names problem_type",
         "model": "name_or_path freeze_encoder",
         "train": "output_dir per_device_train_batch_size gradient_accumulation_steps global_batch_size "
-        "num_train_epochs max_steps seed max_grad_norm overwrite",
+        "num_train_epochs max_steps seed max_grad_norm overwrite max_hours on_nonfinite auto_micro_batch",
         "optim": "learning_rate weight_decay lr_scheduler_type warmup_ratio scale_learning_rate",
         "eval": "evals_per_epoch per_device_eval_batch_size metrics metric_for_best_model early_stopping_patience",
+        "checkpoint": "resume save_every_steps save_total_limit save_optimizer",
         "tracking": "trackers project run_name group tags",
     }
     assert {f"{section}.{key}" for section, keys in relied_on.items() for key in keys.split()} <= names

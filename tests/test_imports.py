@@ -23,11 +23,12 @@ LAYERS: dict[str, set[str]] = {
         "data.tsv", "data.labels", "data.batching", "data.scan", "data.splits", "data.tokenize", "data.loader",
         "data.check",
         "model", "optim", "loss", "metrics", "checkpoint", "tracking", "throughput", "console",
-        "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page",
+        "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page", "interrupt", "finite",
+        "micro_batch",
     },
     "evaluation": {"evaluation"},
     "loop": {"loop"},
-    "before and after": {"plan", "results"},
+    "before and after": {"plan", "results", "snapshot"},
     "assembly": {"run", "predict", "check", "benchmark"},
     "command line": {"cli"},
     "program": {"__main__"},
@@ -39,6 +40,8 @@ BETWEEN_LEAVES = {
     "data.scan": {"data.tsv"},  # the table that it goes through
     "data.splits": {"data.tsv", "data.labels", "data.batching", "data.scan"},  # reads both files; holds dev rows back
     "data.loader": {"data.batching", "data.tokenize"},  # rows of a batch and their token ids
+    "finite": {"data.batching"},  # rows of a step
+    "micro_batch": {"data.batching", "data.loader"},  # tries sizes on the longest rows
     "throughput": {"data.loader"},  # counts what a step took in
     "run_folder": {"data.batching"},  # writes the batch sizes down
     "data.check": {"data.tsv", "data.scan", "data.labels", "data.splits", "data.tokenize"},  # looks at all that is read

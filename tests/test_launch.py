@@ -19,7 +19,7 @@ import yaml
 from conftest import REPOSITORY, Finetune
 
 from finetune import launch
-from finetune.errors import ConfigError, LaunchError, TrainingError
+from finetune.errors import ConfigError, DataError, LaunchError, TrainingError
 from finetune.launch import (
     ACCUMULATION_VARIABLE,
     Launch,
@@ -567,7 +567,7 @@ def test_threads_that_the_user_set_are_kept(threads: Callable[[], int]) -> None:
 def test_rank_0_speaks_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    assert leave_with_error("no such file") == 2
+    assert leave_with_error(DataError("no such file")) == 2
     assert slept == []
     assert capsys.readouterr() == ("", "error: no such file\n")
 
@@ -584,7 +584,7 @@ def test_other_ranks_let_rank_0_speak_first(
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("time.sleep", sleep)
-    assert leave_with_error("mine alone", seconds=4) == 2
+    assert leave_with_error(DataError("mine alone"), seconds=4) == 2
     assert (waited, said_before_waiting) == ([4], [""])
     assert capsys.readouterr().err == "error: mine alone\n"
 

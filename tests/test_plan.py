@@ -28,6 +28,7 @@ DEV = [("good", "pos"), ("a bad book", "neg")]
 @pytest.fixture
 def record() -> LaunchRecord:
     return launch_record(
+        run_id="abc12345",
         profile=Path("ddp2_accum10.yaml"),
         sizes=BatchSizes(8, 2, 10),
         accumulation_source="profile ddp2_accum10",

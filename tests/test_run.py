@@ -45,8 +45,7 @@ def logged(folder: Path, name: str) -> dict[int, float]:
 
 
 def last_weights(folder: Path) -> dict[str, torch.Tensor]:
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    return load_file(checkpoint / "model.safetensors")
+    return load_file(max((folder / "checkpoints").iterdir()) / "model.safetensors")
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
@@ -210,7 +209,12 @@ def test_existing_run_is_kept_unless_overwritten(
     arguments = options(review_files, bert, "run", train__max_steps=1)
     succeeded(finetune(*arguments))
     before = (tmp_path / "run" / "launch.json").stat().st_mtime_ns
-    refused = finetune(*arguments)
+    again = " ".join(succeeded(finetune(*arguments)).stdout.split())
+    assert "all steps done; --train.overwrite true starts anew" in again
+    refused = finetune(*arguments, "--train.seed", 7)
+    assert refused.returncode == 2
+    assert "train.seed: 42 then, 7 now" in refused.stderr and "--train.overwrite true" in refused.stderr
+    refused = finetune(*arguments, "--checkpoint.resume", "never")
     assert refused.returncode == 2
     assert "--train.overwrite true" in refused.stderr and "Traceback" not in refused.stderr
     assert (tmp_path / "run" / "launch.json").stat().st_mtime_ns == before

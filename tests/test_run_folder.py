@@ -42,6 +42,7 @@ def refusal(chosen: Config) -> str:
 
 def record() -> LaunchRecord:
     return launch_record(
+        run_id="abc12345",
         profile=Path("/profiles/ddp2.yaml"),
         sizes=BatchSizes(per_device=4, num_processes=2, accumulation=3),
         accumulation_source="profile ddp2",
@@ -266,6 +267,7 @@ def test_the_commit_is_that_of_the_users_own_repository(tmp_path: Path, monkeypa
 def test_no_profile_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     without = launch_record(
+        run_id="abc12345",
         profile=None,
         sizes=BatchSizes(1, 1, 1),
         accumulation_source="default",
