@@ -146,7 +146,11 @@ def choose_output_dir(config: Config, started: float | None = None, is_restarted
 
 def _is_to_be_continued(folder: Path, config: Config) -> bool:
     """Whether a run of the same settings was stopped here; before its first checkpoint it starts over."""
-    if config.checkpoint.resume == "never" or not (folder / LAUNCH_FILE).is_file():
+    if config.checkpoint.resume == "never":
+        return False
+    if {path.name for path in folder.iterdir()} <= {LAUNCH_FILE, f".{LAUNCH_FILE}.staged", "config.yaml"}:
+        return True  # killed while it began: nothing in it can be lost
+    if not (folder / LAUNCH_FILE).is_file():
         return False
     if (folder / "checkpoints").is_dir():
         return True  # what it has in common with this run is compared once the rows are read

@@ -424,3 +424,25 @@ def test_a_folder_in_the_way(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"results\.json cannot be written: Is a directory"):
         write_json(path, {})
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_refused"),
+    [
+        (["launch.json"], False),  # killed between its first two files
+        ([".launch.json.staged"], False),
+        (["launch.json", "config.yaml"], False),
+        (["launch.json", "notes.txt"], True),
+        (["config.yaml", "thesis.tex"], True),
+    ],
+)
+def test_a_run_that_was_killed_while_it_began(tmp_path: Path, names: list[str], is_refused: bool) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("half")
+    if is_refused:
+        with pytest.raises(ConfigError, match="already holds a run"):
+            choose_output_dir(config(folder))
+    else:
+        assert choose_output_dir(config(folder)) == folder
