@@ -22,7 +22,7 @@ LAYERS: dict[str, set[str]] = {
     "leaves": {
         "data.tsv", "data.labels", "data.batching", "data.scan", "data.splits", "data.tokenize", "data.loader",
         "data.check",
-        "model", "optim", "loss", "metrics", "checkpoint", "tracking", "throughput", "console",
+        "model", "optim", "loss", "metrics", "checkpoint", "folders", "tracking", "throughput", "console",
         "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page", "interrupt", "finite",
         "micro_batch",
     },
@@ -42,6 +42,7 @@ BETWEEN_LEAVES = {
     "data.loader": {"data.batching", "data.tokenize"},  # rows of a batch and their token ids
     "finite": {"data.batching"},  # rows of a step
     "micro_batch": {"data.batching", "data.loader"},  # tries sizes on the longest rows
+    "checkpoint": {"folders"},  # a checkpoint is such a folder with a manifest
     "throughput": {"data.loader"},  # counts what a step took in
     "run_folder": {"data.batching"},  # writes the batch sizes down
     "data.check": {"data.tsv", "data.scan", "data.labels", "data.splits", "data.tokenize"},  # looks at all that is read
