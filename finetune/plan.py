@@ -8,7 +8,7 @@ import numpy as np
 
 from finetune.config import Config
 from finetune.data.batching import TrainingLength
-from finetune.data.check import DataCheck
+from finetune.data.check import DataCheck, count_classes
 from finetune.data.splits import Splits
 from finetune.data.tokenize import TokenizedTexts
 from finetune.data.tsv import Table
@@ -79,10 +79,10 @@ def _labels(splits: Splits) -> str:
     names, encoded = splits.labels.names, splits.train_labels
     if not names:
         return f"numbers from {encoded.min():g} to {encoded.max():g} (regression)"
-    counts = encoded.sum(axis=0) if encoded.ndim == 2 else np.bincount(encoded, minlength=len(names))
+    counts = count_classes(encoded, splits.labels)
     if len(names) > MAX_CLASSES:
-        return f"{len(names)} classes with {int(counts.min()):,} to {int(counts.max()):,} training rows"
-    return f"{len(names)} classes: " + ", ".join(f"{name} {int(n):,}" for name, n in zip(names, counts, strict=True))
+        return f"{len(names)} classes with {min(counts.values()):,} to {max(counts.values()):,} training rows"
+    return f"{len(names)} classes: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _loss(config: Config) -> dict[str, str]:
@@ -101,8 +101,7 @@ def _lengths(split: str, texts: TokenizedTexts) -> str:
     line = f"{split}: median {median:.0f}, longest {most:.0f}"
     if not texts.truncated_rows:
         return line + "; nothing is cut"
-    rows, tokens = texts.truncated_rows / len(texts), texts.truncated_tokens / int(texts.full_lengths.sum())
-    return line + f"; {texts.truncated_rows:,} rows ({rows:.1%}) are cut and lose {tokens:.1%} of all tokens"
+    return f"{line}; {texts.describe_cut()}"
 
 
 def _model(loaded: LoadedModel) -> str:

@@ -74,7 +74,7 @@ class Results:
             "tracking": trackers.describe(),
         }
         if self.thresholds is not None:
-            tuned = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics_at_thresholds().items())
+            tuned = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics_at_thresholds.items())
             facts["thresholds"] = f"each label's own, tuned on these dev rows and saved with the model: {tuned}"
         title = f"Best model on {len(logits):,} dev rows"
         print_results(console, self.evaluation.metrics, intervals, per_class, facts, title=title)
@@ -121,6 +121,7 @@ class Results:
             return None
         return tune_thresholds(self.evaluation.logits, self.splits.dev_labels)
 
+    @cached_property
     def metrics_at_thresholds(self) -> dict[str, float]:
         """The metrics at the tuned thresholds: on the rows that they were tuned on, so they flatter."""
         return self.training.metrics.compute(self.evaluation.logits, self.splits.dev_labels, self.thresholds)
@@ -129,7 +130,7 @@ class Results:
         if self.thresholds is None:
             return {}
         named = dict(zip(self.splits.labels.names, self.thresholds.tolist(), strict=True))
-        return {"thresholds": named, "metrics_at_thresholds": self.metrics_at_thresholds()}
+        return {"thresholds": named, "metrics_at_thresholds": self.metrics_at_thresholds}
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """95 % interval of each metric over samples of dev rows; the loss's by the normal approximation of a mean."""

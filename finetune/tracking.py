@@ -112,7 +112,7 @@ class Trackers:
 
     @property
     def run_id(self) -> str | None:
-        """The W&B run id, to store in a checkpoint and pass to :func:`start_trackers` on resume."""
+        """The W&B run id: the one given, where W&B is on."""
         return next((tracker.run_id for tracker in self._members if tracker.run_id), None)
 
     def describe(self) -> str:

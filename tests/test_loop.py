@@ -469,6 +469,14 @@ def test_early_stopping_by_hand(
     assert len(setup.best_steps) == bests
 
 
+EIGHT_STEPS: dict[str, Any] = {
+    "total_steps": 8,
+    "evaluation_steps": frozenset({3, 6, 8}),
+    "metric_for_best_model": "accuracy",
+    "greater_is_better": True,
+}
+
+
 def test_steps_epochs_and_evaluations(
     accelerator: Accelerator, bert: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,10 +487,7 @@ def test_steps_epochs_and_evaluations(
         bert,
         cache,
         BatchSizes(2, 1, 5),
-        total_steps=8,
-        evaluation_steps=frozenset({3, 6, 8}),
-        metric_for_best_model="accuracy",
-        greater_is_better=True,
+        **EIGHT_STEPS,
     )
     setup.train()
     assert left == []
@@ -585,11 +590,8 @@ def test_when_checkpoints_are_saved(
         bert,
         cache,
         BatchSizes(10, 1, 1),
-        total_steps=8,
-        evaluation_steps=frozenset({3, 6, 8}),
         save_every_steps=every,
-        metric_for_best_model="accuracy",
-        greater_is_better=True,
+        **EIGHT_STEPS,
     )
     setup.train()
     assert setup.saved_steps == saved

@@ -356,11 +356,10 @@ def _findings_of_tokens(
 ) -> Iterator[Finding]:
     if tokens.truncated_rows:
         share = tokens.truncated_rows / len(tokens)
-        lost = tokens.truncated_tokens / int(tokens.full_lengths.sum())
         yield Finding(
             "warning" if share > 0.2 else "info",
             "truncation",
-            f"{split}: {tokens.truncated_rows:,} rows ({share:.1%}) are cut and lose {lost:.1%} of all tokens",
+            f"{split}: {tokens.describe_cut()}",
             remedy="raise data.max_length, or choose which part is kept with data.truncation" if share > 0.2 else "",
         )
     if unknown > UNKNOWN_SHARE:

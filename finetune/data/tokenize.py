@@ -46,6 +46,11 @@ class TokenizedTexts:
         """Tokens that were cut off."""
         return int((self.full_lengths - self.lengths).sum())
 
+    def describe_cut(self) -> str:
+        """What was cut, in words."""
+        rows, tokens = self.truncated_rows / len(self), self.truncated_tokens / int(self.full_lengths.sum())
+        return f"{self.truncated_rows:,} rows ({rows:.1%}) are cut and lose {tokens:.1%} of all tokens"
+
 
 def tokenize(
     texts: datasets.Dataset,
