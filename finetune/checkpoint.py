@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from finetune.errors import CheckpointError
-from finetune.folders import beside, flush, put_back, unwritable
-from finetune.folders import write_folder as write_folder  # also for those who take it from here
+from finetune.folders import beside, flush, put_back, unwritable, write_folder
 
 MANIFEST = "manifest.json"
 VERSION = 1  # of the layout of a checkpoint
@@ -156,7 +155,24 @@ def _what_is_left(folder: Path) -> str:
 def _rotate(folder: Path, kept: Collection[int], keep: int | None) -> None:
     steps = saved_steps(folder)
     surplus = [] if keep is None else steps[: max(len(steps) - keep, 0)]
-    removed = [step_folder(folder, step) for step in surplus if step not in kept]
+    _remove(folder, [step for step in surplus if step not in kept])
+
+
+def remove_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, of a run that goes on from ``step``: they are damaged or given up.
+
+    Raises:
+        CheckpointError: they cannot be removed.
+    """
+    try:
+        _remove(folder, [each for each in saved_steps(folder) if each > step])
+    except OSError as error:
+        raise CheckpointError(f"{folder}: checkpoints cannot be removed: {error.strerror or error}") from error
+
+
+def _remove(folder: Path, steps: Collection[int]) -> None:
+    """Half removed, a checkpoint no longer has its name."""
+    removed = [step_folder(folder, step) for step in steps]
     for path in removed:
         path.rename(beside(path, "deleted"))
     if removed:

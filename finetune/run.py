@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
+from finetune.checkpoint import saved_steps
 from finetune.config import Config, DataConfig, EvalConfig, ProblemType, validate
 from finetune.console import TrainingProgress, make_console, print_plan, print_warning
 from finetune.data.batching import BatchSizes, TrainingLength, resolve_batch_sizes, training_length
@@ -85,6 +86,8 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
 def _train(
     config: Config, origin: Mapping[str, str], launch: Launch, accelerator: Accelerator, started: float
 ) -> tuple[Path, Interrupted | None]:
+    if is_restarted():  # what is in the run folder is this job's own
+        config = replace(config, train=replace(config.train, overwrite=False))
     threads = use_all_cores(launch)
     console = make_console(visible=accelerator.is_main_process)
 
@@ -149,7 +152,7 @@ def _train(
             accumulation_source = f"train.auto_micro_batch: {asked} per device do not fit into memory"
 
     record = launch_record(
-        run_id=on_main_process(accelerator, lambda: run_id_of(output_dir, is_overwritten(config))),
+        run_id=on_main_process(accelerator, lambda: run_id_of(output_dir, config.train.overwrite)),
         profile=launch.profile,
         sizes=sizes,
         accumulation_source=accumulation_source,
@@ -176,11 +179,10 @@ def _train(
     state = TrainState()
     if resumable is not None:
         state = on_every_process(accelerator, lambda: snapshots.restore(resumable))
-    resumed_step = None if resumable is None else resumable.step
-    on_main_process(accelerator, lambda: start_run_folder(output_dir, config, record, resumed_step))
+    on_main_process(accelerator, lambda: start_run_folder(output_dir, config, record))
     on_main_process(accelerator, lambda: write_json(output_dir / "data_check.json", check.as_dict()))
     if resumable is not None:
-        on_main_process(accelerator, lambda: snapshots.restore_best(resumable, state))
+        on_main_process(accelerator, lambda: snapshots.tidy(resumable, state))
     trackers = open_trackers(accelerator, config, output_dir, record, resumable)
     deadline = None if config.train.max_hours is None else started + 3600 * config.train.max_hours
     with trackers, TrainingProgress(console, length.total_steps) as progress:
@@ -265,19 +267,17 @@ def how_to_go_on(interrupted: Interrupted, state: TrainState, length: TrainingLe
 
 def find_resumable(config: Config, output_dir: Path, console: Console) -> Resumable | None:
     """The checkpoint that this run goes on from, if any."""
-    if is_overwritten(config):
+    if config.train.overwrite:
         return None
-    return find_checkpoint(config.checkpoint.resume, output_dir, lambda text: print_warning(console, text))
+    # A job that its launcher restarts goes on from what it has saved itself, whatever it started from.
+    has_own = is_restarted() and bool(saved_steps(output_dir / "checkpoints"))
+    resume = "auto" if has_own else config.checkpoint.resume
+    return find_checkpoint(resume, output_dir, lambda text: print_warning(console, text))
 
 
 def is_finished(resumable: Resumable, output_dir: Path) -> bool:
     """Whether the run has come to its end and has shown its results; the page is the last of them."""
     return resumable.stop_reason is not None and (output_dir / REPORT_FILE).is_file()
-
-
-def is_overwritten(config: Config) -> bool:
-    """Whether what is in the run folder goes; a job that its launcher restarts must not empty its own folder."""
-    return config.train.overwrite and not is_restarted()
 
 
 def identify(config: Config, splits: Splits, sizes: BatchSizes) -> Identity:

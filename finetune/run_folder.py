@@ -210,24 +210,14 @@ def _sources(config: Config) -> Iterable[tuple[str, str]]:
             yield setting, name
 
 
-def start_run_folder(folder: Path, config: Config, record: LaunchRecord, resumed_step: int | None = None) -> None:
+def start_run_folder(folder: Path, config: Config, record: LaunchRecord) -> None:
     """Empty, create or continue the run folder and write ``launch.json`` and ``config.yaml``.
-
-    Args:
-        folder: the run folder.
-        config: the run config.
-        record: of this start.
-        resumed_step: the step of the checkpoint that the run goes on from; later ones are damaged or given up.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
-        if resumed_step is not None:
-            for checkpoint in (folder / "checkpoints").glob("step-*"):
-                if int(checkpoint.name.removeprefix("step-")) > resumed_step:
-                    shutil.rmtree(checkpoint)
-        elif folder.is_dir() and config.train.overwrite:
+        if folder.is_dir() and config.train.overwrite:
             # launch.json goes last: without it a half-emptied folder would not count as a run folder any more.
             for entry in sorted(folder.iterdir(), key=lambda path: path.name == LAUNCH_FILE):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

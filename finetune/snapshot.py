@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -17,19 +18,23 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from finetune.checkpoint import (
+    MANIFEST,
     load_state,
     newest_whole,
+    remove_after,
     rng_state,
     save_checkpoint,
     save_state,
+    saved_steps,
     set_rng_state,
+    step_folder,
     verify,
-    write_folder,
 )
 from finetune.config import CheckpointConfig, Config, deciding_settings
 from finetune.distributed import on_main_process
 from finetune.errors import CheckpointError, ConfigError
 from finetune.evaluation import Evaluation
+from finetune.folders import write_folder
 from finetune.loop import TrainState
 from finetune.model import InputSettings, LoadedModel, load_trained_model, save_model
 from finetune.optim import LearningRateSchedule
@@ -137,7 +142,7 @@ def find_checkpoint(resume: str, output_dir: Path, warn: Callable[[str], None]) 
             f"checkpoint.resume {resume}: no whole checkpoint there: give a run folder with checkpoints/, or one of "
             "the folders in it"
         )
-    if found is None and any((folder / "checkpoints").glob("step-*")):
+    if found is None and saved_steps(folder / "checkpoints"):
         raise CheckpointError(
             f"{folder}: all checkpoints are damaged, so there is nothing to go on from: start anew with "
             "--train.overwrite true, or give another train.output_dir"
@@ -260,29 +265,43 @@ class Snapshots:
             self.best = Evaluation(**{**shared["best"], "logits": shared["best"]["logits"].numpy()})
         self._restore_rank(training, resumable.content["num_processes"])
         self.earlier_seconds = resumable.content["wall_seconds"]
-        return TrainState(**resumable.content["train_state"])
+        return train_state(resumable.content)
 
     def _restore_rank(self, training: Path, saved_by: int) -> None:
-        ranks = [load_state(training / f"rank-{rank:05d}.pt") for rank in range(saved_by)]
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        if saved_by == world:
-            self.throughput.restore(ranks[rank]["throughput"])
-            set_rng_state(ranks[rank]["rng"])
+        rank = self.accelerator.process_index
+        if saved_by == self.accelerator.num_processes:
+            own = load_state(training / f"rank-{rank:05d}.pt")
+            self.throughput.restore(own["throughput"])
+            set_rng_state(own["rng"])
             return
+        ranks = [load_state(training / f"rank-{each:05d}.pt") for each in range(saved_by)]
         summed = ranks[0]["throughput"]
         sums = [each["throughput"]["loss_sum"] for each in ranks]
         summed["loss_sum"] = torch.stack(sums).sum() if rank == 0 else torch.zeros(())
         self.throughput.restore(summed)
 
-    def restore_best(self, resumable: Resumable, state: TrainState) -> None:
-        """Make ``best/`` the model that the checkpoint calls best: the run may have been killed before or after it.
+    def tidy(self, resumable: Resumable, state: TrainState) -> None:
+        """Make the run folder what it was when the checkpoint was saved; for one process.
 
-        Every best model has a checkpoint, which is kept as long as it is the best.
+        Later checkpoints go, and ``best/`` becomes the model that the checkpoint calls best: the run may have been
+        killed before or after it was written. Every best model has a checkpoint, kept as long as it is the best.
         """
-        source = resumable.folder.with_name(f"step-{state.best_step:08d}")
-        if self.accelerator.is_main_process and state.best_step and source.is_dir():
+        remove_after(self.output_dir / "checkpoints", resumable.step)
+        source = step_folder(resumable.folder.parent, state.best_step)
+        if state.best_step == resumable.step:
+            source = resumable.folder  # verified when it was found
+        elif source.is_dir():
             verify(source)
+        if state.best_step and source.is_dir():
             promote(source, self.output_dir / "best")
+
+
+def train_state(content: Mapping[str, Any]) -> TrainState:
+    """The state of training in a ``state.json``, which has no word for a best metric that is not a number."""
+    state = TrainState(**content["train_state"])
+    if state.best_step and state.best_metric is None:
+        state.best_metric = math.nan
+    return state
 
 
 def load_weights(model: nn.Module, resumable: Resumable, inputs: InputSettings) -> None:
@@ -295,7 +314,7 @@ def promote(checkpoint: Path, best: Path) -> None:
 
     def link(folder: Path) -> None:
         for path in checkpoint.iterdir():
-            if path.is_file() and path.name != "manifest.json":
+            if path.is_file() and path.name != MANIFEST:
                 try:
                     os.link(path, folder / path.name)
                 except OSError:

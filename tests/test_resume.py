@@ -340,6 +340,35 @@ def test_going_on_from_another_folder(
     assert job.output().count("no whole checkpoint there") == 1
 
 
+def saved(run: Path) -> int:
+    """The step of the newest checkpoint."""
+    return int(newest(run).name.removeprefix("step-"))
+
+
+@pytest.mark.parametrize("told", ["from another checkpoint", "to overwrite", "never to resume"])
+def test_a_restarted_job_goes_on_from_its_own_checkpoints(
+    nursery: Nursery, inputs: Path, whole: Path, stopped: Path, tmp_path: Path, told: str
+) -> None:
+    """Whatever it was told to do with the folder when it started for the first time."""
+    run = tmp_path / "own"
+    settings: dict[str, dict[str, object]] = {
+        "from another checkpoint": {"checkpoint__resume": stopped / "checkpoints" / "step-00000008"},
+        "to overwrite": {"train__overwrite": "true"},
+        "never to resume": {"checkpoint__resume": "never"},
+    }
+    arguments = command(inputs, run, **settings[told])
+    job = nursery.start(arguments)
+    while not (run / "checkpoints" / "step-00000014").is_dir():
+        assert job.is_running(), job.output()
+        time.sleep(0.001)
+    job.kill()
+    step = saved(run)
+    job = nursery.run(arguments, TORCHELASTIC_RESTART_COUNT="1")
+    assert f"from step {step} (" in " ".join(job.output().split())
+    one, other = (load_file(newest(each) / "model.safetensors") for each in (run, whole))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def test_without_the_optimizer_it_is_said(nursery: Nursery, inputs: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     nursery.run(command(inputs, run, checkpoint__save_optimizer="false", train__max_hours=1e-4))
