@@ -582,6 +582,16 @@ def test_a_rank_that_fails_takes_the_job_down(
 # ---------------------------------------------------------------- launchers
 
 
+def output_of(launcher: subprocess.Popen[str], seconds: float) -> str:
+    """All that it prints until it ends; a job that hangs is ended with all its processes."""
+    try:
+        return launcher.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        for each in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+            each.kill()
+        raise
+
+
 def workers_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [each for each in psutil.Process(launcher.pid).children() if "finetune" in " ".join(each.cmdline())]
 
@@ -605,7 +615,7 @@ def test_a_launcher_restarts_a_killed_worker(inputs: Path, tmp_path: Path, how: 
             assert launcher.poll() is None
             time.sleep(0.002)
         workers_of(launcher)[-1].kill()
-        output, _ = launcher.communicate(timeout=120)
+        output = output_of(launcher, 120)
     assert launcher.returncode == 0, output
     assert "from step " in output
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -634,7 +644,7 @@ def test_a_signal_to_the_launcher_reaches_the_workers(
             assert launcher.poll() is None
             time.sleep(0.002)
         launcher.send_signal(number)
-        output, _ = launcher.communicate(timeout=60)
+        output = output_of(launcher, 60)
     assert launcher.returncode == code, output
     said = " ".join(output.split())
     assert said.count(f"by {signal.Signals(number).name} after step" if profile == "cpu" else " after step ") == 1
