@@ -215,6 +215,7 @@ def evaluate_and_keep_best(training: Training, state: TrainState) -> None:
     )
     refuse_nonfinite_evaluation(training, state, evaluation)
     state.evaluated_step = state.global_step
+    state.saved_step = 0  # a checkpoint of an interrupted evaluation does not know its result
     metric = evaluation.metrics[training.metric_for_best_model]
     is_best = is_better(metric, state.best_metric, training.greater_is_better)
     state.evaluations_without_best = 0 if is_best else state.evaluations_without_best + 1

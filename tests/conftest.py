@@ -160,32 +160,34 @@ Finetune = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def single_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Starts single processes in no time."""
-    with Nursery(tmp_path_factory.mktemp("single")) as nursery:
+def forked_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts processes in no time."""
+    with Nursery(tmp_path_factory.mktemp("jobs")) as nursery:
         yield nursery
 
 
 @pytest.fixture
-def finetune(tmp_path: Path, single_jobs: Nursery) -> Finetune:
+def finetune(tmp_path: Path, forked_jobs: Nursery) -> Finetune:
     """Run the real program: ``finetune("train", …)`` or ``finetune("train", …, profile="ddp2", launcher=[…])``.
 
-    ``profile`` starts it under plain ``accelerate launch --config_file``; ``launcher`` adds launcher options. A single
-    process without an environment of its own is forked from one that has imported everything.
+    ``profile`` starts it under plain ``accelerate launch --config_file``; ``launcher`` adds launcher options. Without
+    it and without an environment of its own it is forked, as so many connected ``processes``, from a process that has
+    imported everything.
     """
 
     def run(
         *arguments: object,
         profile: str | Path | None = None,
         launcher: Sequence[str] = (),
+        processes: int = 1,
         env: dict[str, str] | None = None,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "finetune", *map(str, arguments)]
         if profile is None and env is None and "--profile" not in command:
-            job = single_jobs.start(arguments, ranks=1, cwd=tmp_path)
-            (code,) = job.wait(timeout)
-            return subprocess.CompletedProcess(command, -9 if code is None else code, *job.streams())
+            job = forked_jobs.start(arguments, ranks=processes, cwd=tmp_path)
+            code = max(-9 if code is None else code for code in job.wait(timeout))
+            return subprocess.CompletedProcess(command, code, *job.streams())
         if profile is not None:
             path = profile if Path(profile).is_file() else REPOSITORY / "accelerate_configs" / f"{profile}.yaml"
             start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), *launcher]

@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -24,13 +26,17 @@ class Job:
     """Connected processes of one job; each writes its output and its exit code beside the others'."""
 
     def __init__(self, pids: list[int], log: Path) -> None:
-        self.pids, self.log = pids, log
+        self.log = log
+        # Numbers are given anew when they run out, which a thousand processes with their threads achieve in minutes.
+        self.ranks = [_process(pid) for pid in pids]
 
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to some ranks, or to all."""
-        for rank in ranks or range(len(self.pids)):
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                os.kill(self.pids[rank], number)
+        for rank in ranks or range(len(self.ranks)):
+            process = self.ranks[rank]
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+                if process is not None:
+                    process.send_signal(number)
 
     def kill(self) -> None:
         """As the machine does when it takes the job down: at once, and nobody is asked."""
@@ -39,12 +45,12 @@ class Job:
 
     def is_running(self) -> bool:
         """Whether any process is still there."""
-        return any(Path(f"/proc/{pid}").exists() for pid in self.pids)
+        return any(process is not None and process.is_running() for process in self.ranks)
 
     def wait(self, seconds: float = 120) -> list[int | None]:
         """Exit codes when all processes have ended; None for one that a signal ended."""
         end, failed = time.monotonic() + seconds, 0.0
-        files = [self.log / f"rank-{rank}.exit" for rank in range(len(self.pids))]
+        files = [self.log / f"rank-{rank}.exit" for rank in range(len(self.ranks))]
         while self.is_running():
             if not failed and any(file.exists() and file.read_text() not in ("", "0") for file in files):
                 failed = time.monotonic()
@@ -63,6 +69,13 @@ class Job:
     def streams(self) -> tuple[str, str]:
         """Standard output and error of the first rank."""
         return (self.log / "rank-0.out").read_text(), (self.log / "rank-0.err.txt").read_text()
+
+
+def _process(pid: int) -> psutil.Process | None:
+    """None when it has ended already."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
 
 
 class Nursery:

@@ -59,7 +59,7 @@ def test_case_38_rows_keep_their_order_and_their_probabilities(
         else:
             arguments = ["predict", best, case / "test.tsv", "--output", output]
             arguments += ["--eval.per_device_eval_batch_size", batch]
-            done = finetune(*arguments, profile="ddp2", launcher=["--num_processes", str(processes)])
+            done = finetune(*arguments, processes=processes)
             assert done.returncode == 0, done.stderr
         rows = table(output)
         assert [row["id"] for row in rows] == ids
@@ -81,7 +81,7 @@ def test_case_34_every_dev_row_counts_once(tmp_path: Path, finetune: Finetune, b
         for name, metric in expected.items():
             assert metrics[name] == pytest.approx(metric["value"], abs=1e-6)
     arguments = ["--data.file", CASES / "34_uneven_eval" / "dev.tsv", "--eval.per_device_eval_batch_size", 2]
-    done = finetune("evaluate", tmp_path / "run", *arguments, profile="ddp2", launcher=["--num_processes", "3"])
+    done = finetune("evaluate", tmp_path / "run", *arguments, processes=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("9 rows of dev.tsv") == 1
     values = dict(

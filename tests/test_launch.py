@@ -605,6 +605,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None]
                 raise outcome
 
         monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+        monkeypatch.setattr("finetune.launch._end_children", lambda: None)  # here they are those of other tests
         return calls
 
     for name in ("FINETUNE_PROFILE", "FINETUNE_PROFILE_PROCESSES", "FINETUNE_PROFILE_THREADS"):

@@ -292,11 +292,36 @@ finetune.loop.evaluate = slow
 """
 
 
+STOPPED_IN_THE_LAST_EVALUATION = """
+import os, signal
+import finetune.loop
+evaluate = finetune.loop.evaluate
+def stopped(*arguments, **more):
+    stopped.times += 1
+    if stopped.times == 6:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate(*arguments, **more)
+stopped.times = 0
+finetune.loop.evaluate = stopped
+"""
+
+
+def test_a_stop_in_the_last_evaluation(nursery: Nursery, inputs: Path, whole: Path, tmp_path: Path) -> None:
+    """The checkpoint that it leaves is written anew once the evaluation is done, or the run would never be finished."""
+    run = tmp_path / "run"
+    job = nursery.start(command(inputs, run), FINETUNE_TEST_PATCH=STOPPED_IN_THE_LAST_EVALUATION)
+    assert job.wait() == [143, 143]
+    assert newest(run).name == "step-00000024"
+    nursery.run(command(inputs, run))
+    assert_same_run(run, whole)
+    assert "finished" in nursery.run(command(inputs, run)).output()
+
+
 def test_a_limit_of_time_stops_cleanly(nursery: Nursery, inputs: Path, whole: Path, tmp_path: Path) -> None:
     """Every start ends by itself, with exit code 0, until one of them finishes the run."""
     run, starts = tmp_path / "run", 0
     while not (run / "results.json").exists():
-        job = nursery.run(command(inputs, run, train__max_hours=1e-4))  # 0.36 seconds: one step a start
+        job = nursery.run(command(inputs, run, train__max_hours=1e-9))  # 4 microseconds: one step a start
         starts += 1
         if starts == 3:  # enough of that
             assert "by train.max_hours after step 3 of 24" in " ".join(job.output().split())
@@ -371,7 +396,7 @@ def test_a_restarted_job_goes_on_from_its_own_checkpoints(
 
 def test_without_the_optimizer_it_is_said(nursery: Nursery, inputs: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    nursery.run(command(inputs, run, checkpoint__save_optimizer="false", train__max_hours=1e-4))
+    nursery.run(command(inputs, run, checkpoint__save_optimizer="false", train__max_hours=1e-9))
     assert not (newest(run) / "training" / "optimizer.pt").exists()
     job = nursery.run(command(inputs, run, checkpoint__save_optimizer="false"))
     assert "the optimizer starts afresh" in " ".join(job.output().split())
