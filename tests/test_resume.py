@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from finetune.data.batching import epoch_order
 
+pytestmark = pytest.mark.jobs
 SEED = 5
 
 

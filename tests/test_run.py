@@ -17,6 +17,7 @@ import yaml
 from conftest import REPOSITORY, Finetune, make_checkpoint, reviews, write_tsv
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.jobs
 QUIET = ("--tracking.trackers", "[]")
 
 
