@@ -120,6 +120,8 @@ class TrainConfig:
     """Save a checkpoint and stop before this many hours have passed since the start, to be continued later."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not a number: stop and name the rows, or leave the step out (a few times only)."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Let short texts share rows instead of padding them: where the model gives the same outputs, always, or never."""
     auto_micro_batch: bool = False
     """Out of memory at the start: halve the per-device batch and double the accumulation instead of failing."""
     seed: int = 42

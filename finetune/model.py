@@ -255,20 +255,24 @@ def _head_note(loading: dict[str, Any]) -> str:
 def usable_length(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Longest input in tokens; None when the architecture has no limit.
 
-    A RoBERTa position table starts after the padding index: of its 514 rows 512 can be used.
+    Of the 514 rows of RoBERTa's position table 512 can be used.
     """
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**6 else []
     config: Any = model.config
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0 and getattr(config, "position_biased_input", True):
-        tables = [
-            module
-            for name, module in model.named_modules()
-            if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-        ]
-        offset = next((table.padding_idx + 1 for table in tables if table.padding_idx is not None), 0)
-        limits.append(positions - offset)
+        limits.append(positions - first_position(model))
     return min(limits, default=None)
+
+
+def first_position(model: nn.Module) -> int:
+    """The number of a text's first position: after the padding index in RoBERTa's table, else 0."""
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    return next((table.padding_idx + 1 for table in tables if table.padding_idx is not None), 0)
 
 
 def encoder(model: PreTrainedModel, name: str) -> nn.Module:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from finetune.config import PredictConfig, PredictDataConfig
 from finetune.console import make_console, print_plan, print_results
+from finetune.data.batching import BatchSizes
 from finetune.data.labels import Labels
 from finetune.data.loader import EvalLoader, Examples
 from finetune.data.tokenize import tokenize
@@ -24,6 +25,7 @@ from finetune.evaluation import predict_logits
 from finetune.launch import build_accelerator, check_before_start, check_connected, find_launch, use_all_cores
 from finetune.metrics import DEFAULT_METRICS, Metrics, per_class_table, predictions, probabilities
 from finetune.model import INPUTS_FILE, InputSettings, LoadedModel, load_trained_model
+from finetune.packing import resolve_packing
 from finetune.run_folder import prediction_columns, write_predictions
 
 
@@ -132,15 +134,22 @@ def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
     labels = on_every_process(
         accelerator, lambda: trained.labels.encode(table) if labelled else np.zeros(len(texts), np.int64)
     )
+    examples, model = Examples(texts, labels), trained.loaded.model
+    model.to(accelerator.device)
+    sizes = BatchSizes(config.eval.per_device_eval_batch_size, 1, 1)
+    packing = on_every_process(
+        accelerator, lambda: resolve_packing("auto", model, tokenizer, examples, sizes, accelerator.autocast)
+    )
     loader = EvalLoader(
-        Examples(texts, labels),
+        examples,
         tokenizer,
         config.eval.per_device_eval_batch_size,
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
         device=accelerator.device,
+        packing=packing.rows,
     )
-    model = accelerator.prepare_model(trained.loaded.model, evaluation_mode=True)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
     trained = replace(trained, loaded=replace(trained.loaded, model=model))
     return Session(accelerator, trained, table, loader, thresholds)
 

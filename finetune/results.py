@@ -36,6 +36,7 @@ class Results:
     peak_memory_bytes: int
     wall_seconds: float
     checkpoint_bytes: int
+    startup_seconds: dict[str, float]
 
     def publish(self, console: Console, output_dir: Path) -> None:
         """Write the files, hand the summary to the trackers, print the tables."""
@@ -102,7 +103,9 @@ class Results:
             "train_rows": len(self.splits.train_labels),
             "dev_rows": len(self.splits.dev_labels),
             "wall_seconds": self.wall_seconds,
+            "startup_seconds": self.startup_seconds,
             "training_seconds": counts.seconds,
+            "data_seconds": training.train_loader.waited_seconds,
             "evaluation_seconds": training.throughput.evaluation_seconds,
             "checkpoint_seconds": training.throughput.checkpoint_seconds,
             "checkpoint_bytes": self.checkpoint_bytes,

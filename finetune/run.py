@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune.checkpoint import saved_steps
 from finetune.config import Config, DataConfig, EvalConfig, ProblemType, validate
 from finetune.console import TrainingProgress, make_console, print_plan, print_warning
+from finetune.cpu_kernels import use_cpu_kernels
 from finetune.data.batching import BatchSizes, TrainingLength, resolve_batch_sizes, training_length
 from finetune.data.check import DataCheck, check_data
 from finetune.data.loader import Collator, EvalLoader, Examples, TrainLoader
@@ -39,6 +40,7 @@ from finetune.launch import (
     is_restarted,
     job_start,
     local_world_size,
+    process_start,
     resolve_accumulation,
     use_all_cores,
 )
@@ -48,11 +50,13 @@ from finetune.metrics import DEFAULT_METRICS, Metrics, default_metric_for_best_m
 from finetune.micro_batch import fitting_micro_batch, out_of_memory_explained
 from finetune.model import InputSettings, LoadedModel, load_model
 from finetune.optim import LearningRateSchedule, build_optimizer, resolve_learning_rate
+from finetune.packing import resolve_packing
 from finetune.plan import describe_plan
 from finetune.report import REPORT_FILE
 from finetune.results import Results
 from finetune.run_folder import LaunchRecord, choose_output_dir, launch_record, run_id_of, start_run_folder, write_json
 from finetune.snapshot import Identity, Resumable, Snapshots, find_checkpoint, load_weights, refuse_another_run
+from finetune.startup import Startup
 from finetune.throughput import Throughput
 from finetune.tracking import Trackers, start_trackers
 
@@ -68,7 +72,8 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
         FinetuneError: for everything that the person can mend; on every rank when it is on one.
         Interrupted: a signal or ``train.max_hours`` ended it after a checkpoint, on every rank.
     """
-    started = time.monotonic()
+    started, startup = time.monotonic(), Startup(process_start())
+    startup.done("imports")
     validate(config)
     datasets.disable_progress_bars()
     launch = find_launch()
@@ -76,7 +81,8 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
     check_before_start(launch)
     accelerator = build_accelerator()
     check_connected(launch, accelerator)
-    output_dir, interrupted = _train(config, origin, launch, accelerator, started)
+    startup.done("launch")
+    output_dir, interrupted = _train(config, origin, launch, accelerator, started, startup)
     disconnect(accelerator)
     if interrupted is not None:
         raise interrupted
@@ -84,7 +90,12 @@ def run(config: Config, origin: Mapping[str, str]) -> Path:
 
 
 def _train(
-    config: Config, origin: Mapping[str, str], launch: Launch, accelerator: Accelerator, started: float
+    config: Config,
+    origin: Mapping[str, str],
+    launch: Launch,
+    accelerator: Accelerator,
+    started: float,
+    startup: Startup,
 ) -> tuple[Path, Interrupted | None]:
     if is_restarted():  # what is in the run folder is this job's own
         config = replace(config, train=replace(config.train, overwrite=False))
@@ -119,14 +130,19 @@ def _train(
         accelerator,
         lambda: resolve_class_weights(config.data.class_weights, splits.labels.names, splits.train_labels),
     )
+    startup.done("rows")
     metrics = on_every_process(accelerator, lambda: build_metrics(config.eval, splits, metric))
+    startup.done("metrics")
     set_seed(config.train.seed)  # before the model, so that a new head starts from the same weights on every rank
     loaded = on_every_process(accelerator, lambda: load(config, splits))
     inputs = input_settings(config.data, loaded)
     if resumable is not None:
         on_every_process(accelerator, lambda: load_weights(loaded.model, resumable, inputs))
+    startup.done("model")
     train_texts, dev_texts = first_on_each_node(accelerator, lambda: tokenize_splits(splits, loaded, config.data))
+    startup.done("tokens")
     check = on_main_process(accelerator, lambda: check_splits(splits, train_texts, dev_texts, loaded, config.data))
+    startup.done("data check")
     set_seed(config.train.seed + accelerator.process_index)  # or every rank would drop out the same units
 
     length = training_length(
@@ -136,6 +152,17 @@ def _train(
         config.train.max_steps,
         config.eval.evals_per_epoch,
     )
+    examples = Examples(train_texts, splits.train_labels, example_weights(splits.train_labels, class_weights))
+    loaded.model.to(accelerator.device)
+    if accelerator.device.type == "cpu":
+        use_cpu_kernels(loaded.model)
+    packing = on_every_process(
+        accelerator,
+        lambda: resolve_packing(
+            config.train.packing, loaded.model, loaded.tokenizer, examples, sizes, accelerator.autocast
+        ),
+    )
+    startup.done("packing")
     rate, rate_origin = resolve_learning_rate(config.optim, sizes.global_batch, config.model.freeze_encoder)
     optimizer = build_optimizer(loaded.model, config.optim, rate, accelerator.mixed_precision)
     schedule = LearningRateSchedule(optimizer, config.optim, length.total_steps, metric.greater_is_better)
@@ -144,10 +171,10 @@ def _train(
         model.forward_sync_buffers = False  # no buffer of these models changes: a broadcast each step for nothing
     bare_model = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
     losses = training_loss(config, class_weights, accelerator.device)
-    examples = Examples(train_texts, splits.train_labels, example_weights(splits.train_labels, class_weights))
     if config.train.auto_micro_batch:
         asked = sizes.per_device
-        sizes = fitting_micro_batch(accelerator, model, losses, Collator(examples, loaded.tokenizer), sizes)
+        collate = Collator(examples, loaded.tokenizer, packing.rows)
+        sizes = fitting_micro_batch(accelerator, model, losses, collate, sizes)
         if sizes.per_device != asked:
             accumulation_source = f"train.auto_micro_batch: {asked} per device do not fit into memory"
 
@@ -189,6 +216,9 @@ def _train(
         rate_plan = f"{rate:g} at its peak ({rate_origin}), {config.optim.lr_scheduler_type}"
         rate_plan += f" after {schedule.warmup_steps} steps of warm-up"
         plan = describe_plan(config, splits, train_texts, dev_texts, loaded, length, rate_plan, record, check)
+        plan["packing"] = packing.describe()
+        startup.done("the rest")
+        plan["started in"] = startup.describe()
         plan |= {} if resumable is None else {"going on": resumable.describe(accelerator.num_processes)}
         print_plan(console, {**plan, "tracking": trackers.describe(), "run folder": str(output_dir)})
         training = Training(
@@ -204,6 +234,7 @@ def _train(
                 rank=accelerator.process_index,
                 seed=config.train.seed,
                 device=accelerator.device,
+                packing=packing.rows,
             ),
             eval_loader=EvalLoader(
                 Examples(dev_texts, splits.dev_labels),
@@ -212,6 +243,7 @@ def _train(
                 rank=accelerator.process_index,
                 num_processes=accelerator.num_processes,
                 device=accelerator.device,
+                packing=packing.rows,
             ),
             metrics=metrics,
             trackers=trackers,
@@ -248,6 +280,7 @@ def _train(
                     peak_memory_bytes=peak_memory,
                     wall_seconds=snapshots.wall_seconds,
                     checkpoint_bytes=snapshots.size,
+                    startup_seconds=startup.seconds,
                 )
                 on_main_process(accelerator, lambda: results.publish(console, output_dir))
         except Interrupted as interrupted:

@@ -21,10 +21,10 @@ LAYERS: dict[str, set[str]] = {
     "config": {"config"},
     "leaves": {
         "data.tsv", "data.labels", "data.batching", "data.scan", "data.splits", "data.tokenize", "data.loader",
-        "data.check",
+        "data.check", "data.packing",
         "model", "optim", "loss", "metrics", "checkpoint", "folders", "tracking", "throughput", "console",
         "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page", "interrupt", "finite",
-        "micro_batch",
+        "micro_batch", "packing", "cpu_kernels", "startup",
     },
     "evaluation": {"evaluation"},
     "loop": {"loop"},
@@ -39,9 +39,10 @@ BETWEEN_LEAVES = {
     "data.labels": {"data.tsv"},  # the table that labels are learned from
     "data.scan": {"data.tsv"},  # the table that it goes through
     "data.splits": {"data.tsv", "data.labels", "data.batching", "data.scan"},  # reads both files; holds dev rows back
-    "data.loader": {"data.batching", "data.tokenize"},  # rows of a batch and their token ids
+    "data.loader": {"data.batching", "data.packing", "data.tokenize"},  # rows of a batch and their token ids
     "finite": {"data.batching"},  # rows of a step
     "micro_batch": {"data.batching", "data.loader"},  # tries sizes on the longest rows
+    "packing": {"data.batching", "data.loader", "model"},  # tries models on such inputs
     "checkpoint": {"folders"},  # a checkpoint is such a folder with a manifest
     "throughput": {"data.loader"},  # counts what a step took in
     "run_folder": {"data.batching"},  # writes the batch sizes down

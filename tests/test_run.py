@@ -87,6 +87,25 @@ def test_same_weights_whatever_the_processes_and_the_accumulation(
             assert list(series.values()) == pytest.approx(list(expected.values()), abs=1e-4)
 
 
+def test_same_weights_whether_texts_share_rows_or_not(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    common = {"train__global_batch_size": 20, "train__num_train_epochs": 2, "train__logging_steps": 1}
+    for packing, processes in (("off", 1), ("on", 1), ("on", 2)):
+        arguments = options(review_files, bert, f"{packing}-{processes}", **common, train__packing=packing)
+        done = succeeded(finetune(*arguments, processes=processes))
+        assert ("texts share rows" in done.stdout) == (packing == "on")
+    apart = tmp_path / "off-1"
+    for together in (tmp_path / "on-1", tmp_path / "on-2"):
+        for key, tensor in last_weights(together).items():
+            torch.testing.assert_close(tensor, last_weights(apart)[key], rtol=0, atol=1e-5)
+        for metric in ("train/loss", "train/grad_norm", "eval/loss"):
+            expected = list(logged(apart, metric).values())
+            assert list(logged(together, metric).values()) == pytest.approx(expected, abs=1e-4)
+        padding = [json.loads((each / "results.json").read_text())["padding_fraction"] for each in (together, apart)]
+        assert padding[0] < padding[1]
+
+
 @pytest.mark.parametrize(
     ("profile", "processes", "accumulation"),
     [

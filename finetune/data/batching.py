@@ -82,22 +82,34 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> Rows:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def micro_batches(rows: Rows, sizes: BatchSizes, lengths: NDArray[np.int32]) -> list[list[Rows]]:
+def micro_batches(
+    rows: Rows, sizes: BatchSizes, lengths: NDArray[np.int32], *, is_packed: bool = False
+) -> list[list[Rows]]:
     """Cut the rows of one optimizer step into micro-batches ``[round][rank]``.
 
     The rows are ordered by length first, longest rounds first: neighbours have similar lengths, so little is padded,
-    and the ranks of a round have about the same work. A short last batch takes as few rounds as it needs and is
-    shared evenly; a rank may get no row at all when there are fewer rows than ranks.
+    and the ranks of a round have about the same work. Texts that share rows (``is_packed``) need no such neighbours:
+    they are dealt out, so that all micro-batches have about the same number of tokens. A short last batch takes as few
+    rounds as it needs and is shared evenly; a rank may get no row at all when there are fewer rows than ranks.
 
     Args:
         rows: the rows of the step, at most ``sizes.global_batch``.
         sizes: how they are shared.
         lengths: tokens of every row of the data set.
+        is_packed: whether several texts share a row.
     """
     ordered = rows[np.argsort(-lengths[rows], kind="stable")]
     rounds = math.ceil(len(rows) / (sizes.per_device * sizes.num_processes))
-    pieces = np.array_split(ordered, rounds * sizes.num_processes)
-    return [pieces[start : start + sizes.num_processes] for start in range(0, len(pieces), sizes.num_processes)]
+    count = rounds * sizes.num_processes
+    pieces = _dealt_out(ordered, count) if is_packed else np.array_split(ordered, count)
+    return [pieces[start : start + sizes.num_processes] for start in range(0, count, sizes.num_processes)]
+
+
+def _dealt_out(ordered: Rows, count: int) -> list[Rows]:
+    """In turns, each turn from the other end: the sums of what each of ``count`` gets are about the same."""
+    turn, place = np.divmod(np.arange(len(ordered)), count)
+    owner = np.where(turn % 2, count - 1 - place, place)
+    return [ordered[owner == each] for each in range(count)]
 
 
 def evaluation_batches(lengths: NDArray[np.int32], batch_size: int, num_processes: int) -> list[list[Rows]]:

@@ -297,3 +297,23 @@ def test_split_without_classes_is_drawn_from_all_rows_by_the_seed() -> None:
 def test_too_few_rows_give_an_empty_dev_split() -> None:
     train, dev = stratified_split(np.array([0, 1, 2]), 3, 0.5, seed=0)
     assert (train.tolist(), dev.tolist()) == ([0, 1, 2], [])
+
+
+def test_texts_that_share_rows_are_dealt_out() -> None:
+    """Eight texts of 8 to 1 tokens for two: 8 + 5 + 4 + 1 and 7 + 6 + 3 + 2."""
+    lengths = np.arange(9, dtype=np.int32)
+    (round_,) = micro_batches(np.array([1, 2, 3, 4, 5, 6, 7, 8]), BatchSizes(4, 2, 1), lengths, is_packed=True)
+    assert [sorted(part.tolist()) for part in round_] == [[1, 4, 5, 8], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 31, 32])
+def test_dealt_out_shares_have_about_the_same_size(count: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 100).astype(np.int32)
+    rows = np.random.default_rng(1).permutation(100)[:count]
+    rounds = micro_batches(rows, BatchSizes(4, 2, 4), lengths, is_packed=True)
+    parts = [part for round_ in rounds for part in round_]
+    assert sorted(np.concatenate(parts).tolist()) == sorted(rows.tolist())
+    assert max(map(len, parts)) <= 4 and max(map(len, parts)) - min(map(len, parts)) <= 1
+    if count == 32:
+        tokens = [int(lengths[part].sum()) for part in parts]
+        assert max(tokens) - min(tokens) <= 30  # of 120; neighbours in length would differ by 200

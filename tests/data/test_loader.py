@@ -11,7 +11,7 @@ import torch
 from conftest import make_tokenizer
 
 from finetune.data.batching import BatchSizes
-from finetune.data.loader import Collator, EvalLoader, Examples, MicroBatch, StepInputs, TrainLoader
+from finetune.data.loader import Collator, EvalLoader, Examples, MicroBatch, PackedRows, StepInputs, TrainLoader
 from finetune.data.tokenize import TokenizedTexts
 
 CPU = torch.device("cpu")
@@ -196,3 +196,57 @@ def test_evaluation_covers_every_row_once(tokenizer: Any, batch_size: int, proce
         )  # fmt: skip
     assert sorted(seen) == list(range(len(LENGTHS)))
     assert sum(shares) == len(LENGTHS)
+
+
+# ---------------------------------------------------------------- texts that share rows
+
+
+def test_packed_tensors(tokenizer: Any) -> None:
+    split = examples([[2, 5, 3], [2, 6, 7, 8, 3], [2, 3]], labels=np.array([7, 8, 9]))
+    batch = Collator(split, tokenizer, PackedRows(2))(np.array([2, 1, 0]))
+    assert batch.inputs["input_ids"].tolist() == [[2, 6, 7, 8, 3, 2, 5, 3], [2, 3, 0, 0, 0, 0, 0, 0]]
+    assert batch.inputs["position_ids"].tolist() == [[2, 3, 4, 5, 6, 2, 3, 4], [2, 3, 2, 2, 2, 2, 2, 2]]
+    assert batch.inputs["segment_ids"].tolist() == [[2, 2, 2, 2, 2, 3, 3, 3], [1, 1, 0, 0, 0, 0, 0, 0]]
+    assert batch.inputs["first_tokens"].tolist() == [8, 0, 5]
+    assert batch.labels.tolist() == [9, 8, 7]
+    assert batch.inputs.keys() == {"input_ids", "position_ids", "segment_ids", "first_tokens"}
+    assert Collator(split, tokenizer, PackedRows()).computed_tokens(np.array([2, 1, 0])) == 16
+
+
+def test_packed_pairs_keep_their_token_types(tokenizer: Any) -> None:
+    split = examples([[2, 5, 3, 6, 3], [2, 3, 3]], token_types=[[0, 0, 0, 1, 1], [0, 0, 1]])
+    batch = Collator(split, tokenizer, PackedRows())(np.array([0, 1]))
+    assert batch.inputs["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("sizes", [BatchSizes(4, 1, 1), BatchSizes(2, 2, 1), BatchSizes(2, 2, 2), BatchSizes(1, 3, 2)])
+def test_packed_steps_have_the_rows_of_padded_ones(tokenizer: Any, sizes: BatchSizes) -> None:
+    split = numbered(LENGTHS)
+    steps: dict[bool, list[list[int]]] = {}
+    for packing in (None, PackedRows()):
+        ranks = [
+            list(TrainLoader(split, tokenizer, sizes, rank=rank, seed=3, device=CPU, packing=packing).epoch(1))
+            for rank in range(sizes.num_processes)
+        ]
+        steps[packing is not None] = [
+            sorted(
+                row
+                for rank in same_step
+                for micro in rank.micro_batches
+                for row, weight in zip(micro.rows.tolist(), micro.weights.tolist(), strict=True)
+                if weight
+            )
+            for same_step in zip(*ranks, strict=True)
+        ]
+        for rank in ranks[1:]:
+            assert [step.computed_tokens for step in rank] == [step.computed_tokens for step in ranks[0]]
+    assert steps[True] == steps[False]
+    assert sorted(row for step in steps[True] for row in step) == list(range(len(LENGTHS)))
+
+
+def test_an_error_while_a_batch_is_made_reaches_whoever_waits_for_it(tokenizer: Any) -> None:
+    split = examples([[2, 5, 3]] * 9)
+    broken = Examples(split.texts, split.labels[:5])
+    loader = TrainLoader(broken, tokenizer, BatchSizes(9, 1, 1), rank=0, seed=3, device=CPU)
+    with pytest.raises(IndexError):
+        list(loader.epoch(0))

@@ -1,0 +1,240 @@
+"""Texts that share rows, and models that compute no more than their heads read: tried out before they are relied on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.data.batching import BatchSizes, epoch_order, micro_batches
+from finetune.data.loader import Collator, Examples, PackedRows
+from finetune.errors import ConfigError
+from finetune.model import first_position
+
+# What stands behind the attention of a layer, and is given all that the rest of it works on: in BERT and in DistilBERT.
+AFTER_ATTENTION = ("attention.output", "sa_layer_norm")
+PACKED_INPUTS = {"segment_ids", "first_tokens", "position_ids", "token_type_ids"}
+
+
+SAVING_WORTH = 0.03  # share of the computed tokens that packing has to save: its masks take time as well
+SAMPLED_STEPS = 20
+# Largest difference of logits, as a share of the largest logit: what the order of a sum changes, and what a text that
+# sees its neighbours, or has other positions, exceeds.
+SAME_IN_FLOAT32 = 1e-4
+SAME_IN_HALF = 0.1
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Whether texts share rows, and why; whether the last layer is shortened."""
+
+    rows: PackedRows | None
+    reason: str
+    has_short_last_layer: bool
+
+    def describe(self) -> list[str]:
+        """For the plan."""
+        shortened = "the last layer is computed for the first token of each text, which is all that the head reads"
+        return [self.reason, *([shortened] if self.has_short_last_layer else [])]
+
+
+def resolve_packing(
+    setting: Literal["auto", "on", "off"],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    sizes: BatchSizes,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Packing:
+    """Decide on ``train.packing``, and spare the model what its head does not read: :class:`FirstTokens`.
+
+    Each is tried on a few rows first and left out where the outputs are not those of the model as it is.
+
+    Args:
+        setting: off; on; or auto: on where the model can do with it and where it saves enough.
+        model: on its device, not wrapped.
+        tokenizer: of the model.
+        examples: the rows that it will compute.
+        sizes: of a step.
+        autocast: enters the precision of the run.
+
+    Raises:
+        ConfigError: ``on``, and the model cannot do with it.
+    """
+    rows = PackedRows(first_position(model))
+    padded, packed = (Collator(examples, tokenizer, packing) for packing in (None, rows))
+    trial = _Trial(model, padded, autocast)
+    hooks = FirstTokens(model)
+    is_short = trial.obstacle(padded, hooks.shorten_last_layer) is None
+    if setting == "off":
+        return Packing(None, "off (train.packing)", is_short)
+    if setting == "auto":
+        before, after = (_computed_tokens(collate, sizes) for collate in (padded, packed))
+        if after > (1 - SAVING_WORTH) * before:
+            return Packing(None, f"off: it would save {max(0.0, 1 - after / before):.1%} of all tokens", is_short)
+    obstacle = trial.obstacle(packed, hooks.accept_packed_inputs)
+    if obstacle is None:
+        return Packing(rows, "texts share rows", is_short)
+    if setting == "on":
+        raise ConfigError(f"train.packing is on, but {obstacle}: use auto or off")
+    return Packing(None, f"off: {obstacle}; texts of similar length are padded together", is_short)
+
+
+def _computed_tokens(collate: Collator, sizes: BatchSizes) -> int:
+    """Of the first steps of the first epoch, all processes together."""
+    lengths, size, is_packed = collate.examples.texts.lengths, sizes.global_batch, collate.packing is not None
+    order = epoch_order(len(lengths), 0, 0)[: SAMPLED_STEPS * size]
+    steps = [order[start : start + size] for start in range(0, len(order), size)]
+    rounds = (each for step in steps for each in micro_batches(step, sizes, lengths, is_packed=is_packed))
+    return sum(collate.computed_tokens(part) for ranks in rounds for part in ranks)
+
+
+class _Trial:
+    """Compares the outputs for the shortest, a middle and the longest text with those of the model as it is."""
+
+    def __init__(self, model: Any, padded: Collator, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        lengths = padded.examples.texts.lengths
+        self._model: Any = model
+        self._rows = np.argsort(lengths, kind="stable")[[0, len(lengths) // 2, -1]]
+        self._shortest = int(lengths[self._rows[0]])
+        self._precisions = ((nullcontext, SAME_IN_FLOAT32), (autocast, SAME_IN_HALF))
+        self._expected = [self._logits(padded, precision) for precision, _ in self._precisions]
+
+    def obstacle(self, collate: Collator, register: Callable[[], list[RemovableHandle]]) -> str | None:
+        """What keeps the model from working with these inputs and hooks, which stay registered when nothing does."""
+        name = type(self._model).__name__
+        if self._shortest < 1:
+            return "some texts have no token at all"
+        hooks = register()
+        if not hooks:
+            return f"{name} is built in another way"
+        try:
+            for (precision, same), expected in zip(self._precisions, self._expected, strict=True):
+                difference = (self._logits(collate, precision) - expected).abs().max() / expected.abs().max()
+                if not difference <= same:
+                    break
+            else:
+                return None
+            obstacle = f"{name} gives other outputs with it (by {float(difference):.1%})"
+        except Exception as error:  # whatever a model makes of inputs that it was not written for
+            obstacle = f"{name} cannot do with it ({type(error).__name__})"
+        for hook in hooks:
+            hook.remove()
+        return obstacle
+
+    def _logits(self, collate: Collator, precision: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
+        inputs = collate(self._rows).to(self._model.device).inputs
+        with _evaluating(self._model), torch.no_grad(), precision():  # inference mode would spoil what models cache
+            logits: torch.Tensor = self._model(**inputs).logits.float()
+            return logits
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.train(False)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+class FirstTokens:
+    """Hooks that spare a model what its head does not read, which is all but the first token of each text.
+
+    No architecture is special-cased and none is changed; :func:`resolve_packing` finds out which can do with what.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._packed: dict[str, torch.Tensor] = {}  # of the forward pass that runs, where its inputs are packed
+
+    def accept_packed_inputs(self) -> list[RemovableHandle]:
+        """Take the packed micro-batches of :class:`finetune.data.loader.Collator` beside padded ones.
+
+        ``segment_ids`` become a block-diagonal attention mask, and the model's own head is handed the first tokens,
+        ``[texts, 1, hidden]``, as if each text stood in a row of its own.
+        """
+        encoder: nn.Module = self._model.base_model
+        return [
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._model.register_forward_hook(self._after, always_call=True),
+            encoder.register_forward_pre_hook(self._before_encoder, with_kwargs=True),
+            encoder.register_forward_hook(self._after_encoder),
+        ]
+
+    def shorten_last_layer(self) -> list[RemovableHandle]:
+        """Compute what follows the attention of the last layer, most of it, for the first tokens alone.
+
+        Returns:
+            No hook for architectures that are built in another way than those this knows.
+        """
+        count = getattr(self._model.config, "num_hidden_layers", 0)
+        stacks = [each for each in self._model.base_model.modules() if isinstance(each, nn.ModuleList)]
+        last = next((stack[-1] for stack in stacks if len(stack) == count > 0), nn.Module())
+        for name in AFTER_ATTENTION:
+            with suppress(AttributeError):
+                return [last.get_submodule(name).register_forward_pre_hook(self._first_of_all)]
+        return []
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "segment_ids" in kwargs:
+            self._packed = {name: kwargs.pop(name) for name in PACKED_INPUTS & set(kwargs)}
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._packed = {}
+
+    def _before_encoder(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._packed:
+            return None
+        mask = block_diagonal_mask(self._packed["segment_ids"], _compute_dtype(self._model))
+        own = {name: tensor for name, tensor in self._packed.items() if name in ("position_ids", "token_type_ids")}
+        return args, {**kwargs, "attention_mask": mask, **own}
+
+    def _after_encoder(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._packed or output.last_hidden_state.shape[1] == 1:  # the last layer may have seen to it
+            return None
+        output.last_hidden_state = self._first(output.last_hidden_state)
+        if output.get("pooler_output") is not None:
+            output.pooler_output = module.pooler(output.last_hidden_state)
+        return output
+
+    def _first_of_all(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(map(self._first, args))
+
+    def _first(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, tokens, hidden]`` -> ``[texts, 1, hidden]``."""
+        if not self._packed:
+            return hidden[:, :1]
+        return hidden.reshape(-1, hidden.shape[-1])[self._packed["first_tokens"]].unsqueeze(1)
+
+
+def block_diagonal_mask(segment_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask ``[rows, 1, tokens, tokens]``: 0 between tokens of one text, else the lowest number of ``dtype``.
+
+    Args:
+        segment_ids: int ``[rows, tokens]``, one number for each text of a row; padding counts as a text of its own.
+        dtype: in which attention is computed.
+    """
+    is_other = segment_ids[:, None, :, None] != segment_ids[:, None, None, :]
+    return torch.zeros(is_other.shape, dtype=dtype, device=is_other.device).masked_fill_(
+        is_other, torch.finfo(dtype).min
+    )
+
+
+def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
