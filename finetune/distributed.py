@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from finetune.errors import FinetuneError, TrainingError
 
 Result = TypeVar("Result")
+
+
+def compress_gradients(model: DistributedDataParallel, kind: str) -> None:
+    """Let the processes exchange gradients as ``bf16`` or ``fp16``; ``none`` leaves them as they are."""
+    if kind != "none":
+        compress = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[kind]
+        # In a function of another name, since torch wants NCCL for the hook that it knows as bfloat16's: gloo can too.
+        model.register_comm_hook(dist.group.WORLD, lambda group, bucket: compress(group, bucket))
 
 
 def on_main_process(accelerator: Accelerator, work: Callable[[], Result]) -> Result:

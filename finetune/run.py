@@ -26,7 +26,7 @@ from finetune.data.check import DataCheck, check_data
 from finetune.data.loader import Collator, EvalLoader, Examples, TrainLoader
 from finetune.data.splits import Splits, read_splits
 from finetune.data.tokenize import TokenizedTexts, tokenize
-from finetune.distributed import disconnect, first_on_each_node, on_every_process, on_main_process
+from finetune.distributed import compress_gradients, disconnect, first_on_each_node, on_every_process, on_main_process
 from finetune.errors import Interrupted
 from finetune.finite import FiniteWatch
 from finetune.interrupt import StopRequests
@@ -168,6 +168,7 @@ def _train(
     schedule = LearningRateSchedule(optimizer, config.optim, length.total_steps, metric.greater_is_better)
     model, prepared_optimizer = accelerator.prepare(loaded.model, optimizer)
     if isinstance(model, DistributedDataParallel):
+        compress_gradients(model, config.train.gradient_compression)
         model.forward_sync_buffers = False  # no buffer of these models changes: a broadcast each step for nothing
     bare_model = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
     losses = training_loss(config, class_weights, accelerator.device)

@@ -87,6 +87,22 @@ def test_same_weights_whatever_the_processes_and_the_accumulation(
             assert list(series.values()) == pytest.approx(list(expected.values()), abs=1e-4)
 
 
+@pytest.mark.parametrize(("compression", "digits"), [("bf16", 6), ("fp16", 9)])
+def test_compressed_gradients_are_rounded_and_no_more(
+    tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path, compression: str, digits: int
+) -> None:
+    """To about so many binary digits: seen in the norm of the first gradient, which both runs compute at the same weights."""
+    common = {"train__max_steps": 2, "train__logging_steps": 1, "train__max_grad_norm": 0}
+    for name, setting in (("plain", "none"), ("rounded", compression)):
+        arguments = options(review_files, bert, name, **common, train__gradient_compression=setting)
+        succeeded(finetune(*arguments, processes=2))
+    plain, rounded = (logged(tmp_path / name, "train/grad_norm")[1] for name in ("plain", "rounded"))
+    assert 0 < abs(plain - rounded) < plain * 2.0**-digits
+    losses = [logged(tmp_path / name, "train/loss") for name in ("plain", "rounded")]
+    assert losses[0][1] == losses[1][1]
+    assert losses[0][2] == pytest.approx(losses[1][2], abs=1e-3)
+
+
 def test_same_weights_whether_texts_share_rows_or_not(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
