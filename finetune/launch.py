@@ -276,7 +276,7 @@ def check_before_start(launch: Launch) -> None:
     """Refuse a launch that cannot work, before any process waits for another one.
 
     Raises:
-        LaunchError: more processes than GPUs on this machine, or a precision that the device does not have.
+        LaunchError: more processes than GPUs on this machine, or float16 on a CPU.
     """
     import torch
 
@@ -290,9 +290,28 @@ def check_before_start(launch: Launch) -> None:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision == "fp16" and on_cpu():
         raise LaunchError(f"mixed_precision is fp16 in {where}, which needs a GPU: use bf16 or no on the CPU")
-    if precision == "bf16" and not on_cpu() and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
-        name = torch.cuda.get_device_name()
-        raise LaunchError(f"mixed_precision is bf16 in {where}, which {name} does not have: use fp16")
+
+
+def resolve_precision(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """``mixed_precision`` of this run and why, in words: what the launch profile asks for, where the device has it."""
+    asked = environ.get("ACCELERATE_MIXED_PRECISION")
+    by_whom = "as the launch profile says" if asked else "without a launch profile that says otherwise"
+    device = "CPU" if on_cpu() else "GPU"
+    if asked == "bf16" and not has_bf16():
+        return "no", f"float32: the launch profile says bf16, which this {device} does not have"
+    if asked in (None, "no"):
+        hint = f"; mixed_precision: bf16 would be faster on this {device}" if has_bf16() else ""
+        return "no", f"float32, {by_whom}{hint}"
+    return asked, f"{asked}, {by_whom}"
+
+
+def has_bf16() -> bool:
+    """Whether the device computes bfloat16 natively: AMX or AVX512-BF16 in a CPU, Ampere and later among GPUs."""
+    import torch
+
+    if on_cpu():
+        return any(there for name, there in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def build_accelerator() -> Accelerator:
@@ -308,6 +327,7 @@ def build_accelerator() -> Accelerator:
     connect_after_restart()
     return Accelerator(
         cpu=on_cpu(),
+        mixed_precision=resolve_precision()[0],
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )

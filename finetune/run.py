@@ -42,6 +42,7 @@ from finetune.launch import (
     local_world_size,
     process_start,
     resolve_accumulation,
+    resolve_precision,
     use_all_cores,
 )
 from finetune.loop import Training, TrainState, train
@@ -217,7 +218,7 @@ def _train(
         rate_plan = f"{rate:g} at its peak ({rate_origin}), {config.optim.lr_scheduler_type}"
         rate_plan += f" after {schedule.warmup_steps} steps of warm-up"
         plan = describe_plan(config, splits, train_texts, dev_texts, loaded, length, rate_plan, record, check)
-        plan["packing"] = packing.describe()
+        plan |= {"precision": resolve_precision()[1], "packing": packing.describe()}
         startup.done("the rest")
         plan["started in"] = startup.describe()
         plan |= {} if resumable is None else {"going on": resumable.describe(accelerator.num_processes)}

@@ -170,9 +170,9 @@ def forked_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 def finetune(tmp_path: Path, forked_jobs: Nursery) -> Finetune:
     """Run the real program: ``finetune("train", …)`` or ``finetune("train", …, profile="ddp2", launcher=[…])``.
 
-    ``profile`` starts it under plain ``accelerate launch --config_file``; ``launcher`` adds launcher options. Without
-    it and without an environment of its own it is forked, as so many connected ``processes``, from a process that has
-    imported everything.
+    ``profile`` starts it under plain ``accelerate launch --config_file``, in float32 whatever the profile says, so that
+    results can be compared; ``launcher`` adds launcher options. Without it and without an environment of its own it is
+    forked, as so many connected ``processes``, from a process that has imported everything.
     """
 
     def run(
@@ -190,7 +190,8 @@ def finetune(tmp_path: Path, forked_jobs: Nursery) -> Finetune:
             return subprocess.CompletedProcess(command, code, *job.streams())
         if profile is not None:
             path = profile if Path(profile).is_file() else REPOSITORY / "accelerate_configs" / f"{profile}.yaml"
-            start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), *launcher]
+            start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+            start += ["--mixed_precision", "no", *launcher]
             command = [*start, "-m", "finetune", *map(str, arguments)]
         return subprocess.run(
             command,

@@ -32,18 +32,19 @@ from finetune.launch import (
     profiles_folder,
     relaunch,
     resolve_accumulation,
+    resolve_precision,
     use_all_cores,
 )
 
 #                    processes  accumulation  machines  precision
 PROFILES = {
-    "cpu": (1, None, 1, "no"),
-    "ddp2": (2, None, 1, "no"),
-    "ddp2_accum10": (2, 10, 1, "no"),
-    "ddp8": (8, None, 1, "no"),
-    "multinode": (16, None, 2, "no"),
-    "single_gpu": (1, None, 1, "no"),
-    "single_gpu_accum": (1, 4, 1, "no"),
+    "cpu": (1, None, 1, "bf16"),
+    "ddp2": (2, None, 1, "bf16"),
+    "ddp2_accum10": (2, 10, 1, "bf16"),
+    "ddp8": (8, None, 1, "bf16"),
+    "multinode": (16, None, 2, "bf16"),
+    "single_gpu": (1, None, 1, "bf16"),
+    "single_gpu_accum": (1, 4, 1, "bf16"),
 }
 LAUNCHER_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCELERATE_USE_CPU")
 
@@ -449,7 +450,7 @@ def test_a_machine_without_gpus_takes_any_number_of_processes(monkeypatch: pytes
         (1, True, "fp16", None),
         (1, True, "bf16", None),
         (1, False, "fp16", None),
-        (1, False, "bf16", "mixed_precision is bf16 in the launcher, which Tesla P40 does not have: use fp16"),
+        (1, False, "bf16", None),  # it runs in float32
     ],
 )
 def test_precision(
@@ -469,6 +470,36 @@ def test_precision(
     with pytest.raises(LaunchError) as caught:
         check_before_start(Launch())
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("asked", "bf16", "precision", "said"),
+    [
+        ("bf16", True, "bf16", "bf16, as the launch profile says"),
+        ("bf16", False, "no", "float32: the launch profile says bf16, which this {} does not have"),
+        ("fp16", False, "fp16", "fp16, as the launch profile says"),
+        ("no", False, "no", "float32, as the launch profile says"),
+        ("no", True, "no", "float32, as the launch profile says; mixed_precision: bf16 would be faster on this {}"),
+        (None, False, "no", "float32, without a launch profile that says otherwise"),
+    ],
+)
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_bfloat16_where_the_device_has_it(
+    device: str,
+    asked: str | None,
+    bf16: bool,
+    precision: str,
+    said: str,
+    gpus: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device == "GPU":
+        gpus(1, bf16)
+    monkeypatch.setattr(
+        "torch.cpu.get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": bf16, "amx_bf16": False}
+    )
+    environ = {} if asked is None else {"ACCELERATE_MIXED_PRECISION": asked}
+    assert resolve_precision(environ) == (precision, said.format(device))
 
 
 def test_fp16_on_the_cpu_of_a_machine_with_gpus(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_same_weights_whatever_the_processes_and_the_accumulation(
 def test_compressed_gradients_are_rounded_and_no_more(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path, compression: str, digits: int
 ) -> None:
-    """To about so many binary digits: seen in the norm of the first gradient, which both runs compute at the same weights."""
+    """To about so many binary digits, seen in the norm of the first gradient: the weights are still the same."""
     common = {"train__max_steps": 2, "train__logging_steps": 1, "train__max_grad_norm": 0}
     for name, setting in (("plain", "none"), ("rounded", compression)):
         arguments = options(review_files, bert, name, **common, train__gradient_compression=setting)
