@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -96,13 +97,18 @@ def _computed_tokens(collate: Collator, sizes: BatchSizes) -> int:
     return sum(collate.computed_tokens(part) for ranks in rounds for part in ranks)
 
 
+def trial_rows(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The shortest, a middle and the longest text: what a model does to one of another length shows in them."""
+    return np.argsort(lengths, kind="stable")[[0, len(lengths) // 2, -1]]
+
+
 class _Trial:
     """Compares the outputs for the shortest, a middle and the longest text with those of the model as it is."""
 
     def __init__(self, model: Any, padded: Collator, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         lengths = padded.examples.texts.lengths
         self._model: Any = model
-        self._rows = np.argsort(lengths, kind="stable")[[0, len(lengths) // 2, -1]]
+        self._rows = trial_rows(lengths)
         self._shortest = int(lengths[self._rows[0]])
         self._precisions = ((nullcontext, SAME_IN_FLOAT32), (autocast, SAME_IN_HALF))
         self._expected = [self._logits(padded, precision) for precision, _ in self._precisions]

@@ -28,6 +28,7 @@ from finetune.data.splits import Splits, read_splits
 from finetune.data.tokenize import TokenizedTexts, tokenize
 from finetune.distributed import compress_gradients, disconnect, first_on_each_node, on_every_process, on_main_process
 from finetune.errors import Interrupted
+from finetune.features import compute_features
 from finetune.finite import FiniteWatch
 from finetune.interrupt import StopRequests
 from finetune.launch import (
@@ -164,6 +165,23 @@ def _train(
         ),
     )
     startup.done("packing")
+    dev_examples = Examples(dev_texts, splits.dev_labels)
+    recalled = None
+    if config.model.freeze_encoder:
+        print_plan(console, {"frozen encoder": "its outputs are computed once, or found in the cache"})
+        recalled = compute_features(
+            accelerator,
+            loaded.model,
+            loaded.tokenizer,
+            [examples, dev_examples],
+            packing=packing.rows,
+            batch_size=config.eval.per_device_eval_batch_size,
+            cache_dir=config.data.cache_dir,
+            local_rank=accelerator.local_process_index,
+            local_processes=local_world_size(),
+        )
+        examples, dev_examples = recalled or (examples, dev_examples)
+        startup.done("frozen encoder")
     rate, rate_origin = resolve_learning_rate(config.optim, sizes.global_batch, config.model.freeze_encoder)
     optimizer = build_optimizer(loaded.model, config.optim, rate, accelerator.mixed_precision)
     schedule = LearningRateSchedule(optimizer, config.optim, length.total_steps, metric.greater_is_better)
@@ -219,6 +237,12 @@ def _train(
         rate_plan += f" after {schedule.warmup_steps} steps of warm-up"
         plan = describe_plan(config, splits, train_texts, dev_texts, loaded, length, rate_plan, record, check)
         plan |= {"precision": resolve_precision()[1], "packing": packing.describe()}
+        if config.model.freeze_encoder:
+            plan["frozen encoder"] = (
+                "the head alone is computed, from the outputs of the encoder"
+                if recalled
+                else "its outputs cannot take the place of texts here, so it is computed in every epoch"
+            )
         startup.done("the rest")
         plan["started in"] = startup.describe()
         plan |= {} if resumable is None else {"going on": resumable.describe(accelerator.num_processes)}
@@ -239,7 +263,7 @@ def _train(
                 packing=packing.rows,
             ),
             eval_loader=EvalLoader(
-                Examples(dev_texts, splits.dev_labels),
+                dev_examples,
                 loaded.tokenizer,
                 config.eval.per_device_eval_batch_size,
                 rank=accelerator.process_index,

@@ -38,7 +38,7 @@ class Counts:
         return {
             "perf/examples_per_second": self.examples / seconds,
             "perf/tokens_per_second": self.tokens / seconds,
-            "perf/padding_fraction": 1 - self.tokens / max(self.computed_tokens, 1),
+            "perf/padding_fraction": 1 - self.tokens / self.computed_tokens if self.computed_tokens else 0.0,
         }
 
 

@@ -24,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
         "data.check", "data.packing",
         "model", "optim", "loss", "metrics", "checkpoint", "folders", "tracking", "throughput", "console",
         "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page", "interrupt", "finite",
-        "micro_batch", "packing", "cpu_kernels", "startup",
+        "micro_batch", "packing", "cpu_kernels", "startup", "features",
     },
     "evaluation": {"evaluation"},
     "loop": {"loop"},
@@ -43,6 +43,7 @@ BETWEEN_LEAVES = {
     "finite": {"data.batching"},  # rows of a step
     "micro_batch": {"data.batching", "data.loader"},  # tries sizes on the longest rows
     "packing": {"data.batching", "data.loader", "model"},  # tries models on such inputs
+    "features": {"data.loader", "distributed", "packing"},  # computes them batch by batch, shared by the processes
     "checkpoint": {"folders"},  # a checkpoint is such a folder with a manifest
     "throughput": {"data.loader"},  # counts what a step took in
     "run_folder": {"data.batching"},  # writes the batch sizes down

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPOSITORY, Finetune, make_checkpoint, reviews, write_tsv
+from jobs import Nursery
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.jobs
@@ -85,6 +86,55 @@ def test_same_weights_whatever_the_processes_and_the_accumulation(
             series, expected = logged(tmp_path / name, metric), logged(tmp_path / "whole", metric)
             assert list(series) == list(expected) == ([2, 4] if metric.startswith("eval") else [1, 2, 3, 4])
             assert list(series.values()) == pytest.approx(list(expected.values()), abs=1e-4)
+
+
+COMPUTE_ANEW = "import finetune.run; finetune.run.compute_features = lambda *_, **__: None"
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert"])
+def test_a_frozen_encoder_is_computed_once_with_the_same_result(
+    tmp_path: Path, forked_jobs: Nursery, review_files: tuple[Path, Path], kind: str
+) -> None:
+    """For one process and for two; a second start finds what the first has computed."""
+    checkpoint = make_checkpoint(tmp_path / kind, kind, dropout=0.0)
+    common = {"model__freeze_encoder": "true", "train__global_batch_size": 20, "train__num_train_epochs": 3}
+    common |= {"data__cache_dir": tmp_path / "cache", "optim__learning_rate": 1e-2}
+    for name, ranks, patch in (("anew", 1, COMPUTE_ANEW), ("once", 1, ""), ("again", 1, ""), ("shared", 2, "")):
+        arguments = options(review_files, checkpoint, str(tmp_path / name), **common)
+        job = forked_jobs.run(arguments, ranks, FINETUNE_TEST_PATCH=patch)
+        assert ("the head alone is computed" in job.output()) == (name != "anew")
+        files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "finetune").glob("features-*")}
+        if name == "once":
+            first = files
+            assert [path.suffix for path in files] == [".npy", ".npy"]  # train and dev
+        elif name != "anew":
+            assert files == first
+    start = load_file(checkpoint / "model.safetensors")
+    expected = last_weights(tmp_path / "anew")
+    for name in ("once", "again", "shared"):
+        weights = last_weights(tmp_path / name)
+        assert weights.keys() == expected.keys()
+        for key, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[key], atol=1e-5, rtol=0)
+        for metric in ("train/loss", "eval/loss"):
+            series = list(logged(tmp_path / name, metric).values())
+            assert series == pytest.approx(list(logged(tmp_path / "anew", metric).values()), abs=1e-5)
+        assert json.loads((tmp_path / name / "results.json").read_text())["padding_fraction"] == 0
+    unchanged = [key for key in expected if key.split(".", 1)[-1] in start and "pooler" not in key]
+    assert unchanged and all(torch.equal(expected[key], start[key.split(".", 1)[-1]]) for key in unchanged)
+
+
+def test_an_encoder_whose_outputs_do_not_fit_on_the_disk(
+    tmp_path: Path, forked_jobs: Nursery, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    patch = "import os\ndef full(*_):\n    raise OSError(28, 'No space left on device')\nos.posix_fallocate = full"
+    arguments = options(review_files, bert, str(tmp_path / "run"), model__freeze_encoder="true")
+    arguments += ["--data.cache_dir", str(tmp_path / "cache")]
+    job = forked_jobs.start(arguments, 2, FINETUNE_TEST_PATCH=patch)
+    assert 2 in job.wait()
+    assert job.output().count("the outputs of the frozen encoder, 0 MB, cannot be written to") == 1
+    assert "Traceback" not in job.output()
+    assert not [path for path in (tmp_path / "cache").rglob("*") if ".part" in path.name or path.suffix == ".npy"]
 
 
 @pytest.mark.parametrize(("compression", "digits"), [("bf16", 6), ("fp16", 9)])

@@ -33,12 +33,14 @@ Made = TypeVar("Made")
 class Examples:
     """A split that is ready to be computed on, row by row in file order.
 
-    ``weights`` float32 ``[rows]`` is what each row counts in the mean loss; None: all the same.
+    ``weights`` float32 ``[rows]`` is what each row counts in the mean loss; None: all the same. ``features`` float32
+    ``[rows, hidden]``, where there are any, take the place of the texts: :mod:`finetune.features`.
     """
 
     texts: TokenizedTexts
     labels: NDArray[Any]
     weights: NDArray[np.float32] | None = None
+    features: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -130,7 +132,10 @@ class Collator:
 
     def __call__(self, rows: Rows, counted: bool = True) -> MicroBatch:
         """Tensors of ``rows``; ``counted=False`` gives them weight 0."""
-        inputs = self._padded(rows) if self.packing is None else self._packed(rows, self.packing)
+        if self.examples.features is not None:
+            inputs = {"features": torch.from_numpy(self.examples.features[rows])}
+        else:
+            inputs = self._padded(rows) if self.packing is None else self._packed(rows, self.packing)
         labels = torch.from_numpy(self.examples.labels[rows])
         weights = torch.from_numpy(self.weights[rows]) if counted else torch.zeros(len(rows))
         return MicroBatch(rows, inputs, labels, weights)
@@ -165,6 +170,8 @@ class Collator:
 
     def computed_tokens(self, rows: Rows) -> int:
         """Tokens that the model computes for ``rows``, padding included."""
+        if self.examples.features is not None:
+            return 0
         if self.packing is None:
             return len(rows) * self.padded_length(rows)
         return self._layout(rows).computed_tokens if len(rows) else 0
@@ -238,7 +245,7 @@ class TrainLoader:
             [collate(part) if len(part) else collate(rows[:1], counted=False) for part in mine],
             examples=len(rows),
             weight=float(collate.weights[rows].sum(dtype=np.float64)),
-            tokens=int(lengths[rows].sum()),
+            tokens=int(lengths[rows].sum()) if collate.examples.features is None else 0,
             computed_tokens=sum(collate.computed_tokens(part) for ranks in rounds for part in ranks),
         )
         return inputs.pin_memory() if self._device.type == "cuda" else inputs
