@@ -333,6 +333,14 @@ def build_accelerator() -> Accelerator:
     )
 
 
+def is_compiled(accelerator: Accelerator) -> bool:
+    """Whether the launch profile (``dynamo_config``) has models compiled."""
+    from accelerate.utils import DynamoBackend
+
+    plugin = accelerator.state.dynamo_plugin
+    return plugin is not None and plugin.backend != DynamoBackend.NO
+
+
 def connect_after_restart() -> None:
     """Connect the processes of a restarted job; of a job that starts for the first time Accelerate does so.
 

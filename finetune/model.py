@@ -296,12 +296,21 @@ def set_training_mode(model: PreTrainedModel) -> None:
         base.eval()
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: InputSettings) -> None:
-    """Write a plain HF model folder that ``transformers.pipeline`` opens with the right label names."""
+def save_model(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: InputSettings,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a plain HF model folder that ``transformers.pipeline`` opens with the right label names.
+
+    ``weights`` take the place of those that the model has by now.
+    """
     tokenizer.model_max_length = inputs.max_length
     side = "left" if inputs.truncation == "tail" else "right"  # no tokenizer can do head_tail by itself
     tokenizer.truncation_side = tokenizer.init_kwargs["truncation_side"] = side  # of which the latter is saved
     with _quiet_transformers():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
     inputs.save(folder)

@@ -53,6 +53,8 @@ def resolve_packing(
     examples: Examples,
     sizes: BatchSizes,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    is_compiled: bool = False,
 ) -> Packing:
     """Decide on ``train.packing``, and spare the model what its head does not read: :class:`FirstTokens`.
 
@@ -65,14 +67,20 @@ def resolve_packing(
         examples: the rows that it will compute.
         sizes: of a step.
         autocast: enters the precision of the run.
+        is_compiled: whether torch.compile is to translate the model, which these hooks are not made for.
 
     Raises:
         ConfigError: ``on``, and the model cannot do with it.
     """
+    if is_compiled and setting != "on":
+        return Packing(None, "off: the launch profile has the model compiled", has_short_last_layer=False)
+    if is_compiled:
+        raise ConfigError("train.packing is on, but the launch profile has the model compiled: use auto or off")
     rows = PackedRows(first_position(model))
     padded, packed = (Collator(examples, tokenizer, packing) for packing in (None, rows))
     trial = _Trial(model, padded, autocast)
     hooks = FirstTokens(model)
+    trial.obstacle(padded, hooks.mask_on_device)
     is_short = trial.obstacle(padded, hooks.shorten_last_layer) is None
     if setting == "off":
         return Packing(None, "off (train.packing)", is_short)
@@ -191,6 +199,19 @@ class FirstTokens:
                 return [last.get_submodule(name).register_forward_pre_hook(self._first_of_all)]
         return []
 
+    def mask_on_device(self) -> list[RemovableHandle]:
+        """Make the attention mask of padded texts here: transformers looks whether it can do without, and waits."""
+        return [self._model.base_model.register_forward_pre_hook(self._mask_padding, with_kwargs=True)]
+
+    def _mask_padding(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        mask = kwargs.get("attention_mask")
+        if mask is None or mask.dim() != 2:
+            return None
+        is_padding = mask[:, None, None, :] == 0
+        return args, {**kwargs, "attention_mask": _additive(is_padding, _compute_dtype(self._model))}
+
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -236,9 +257,13 @@ def block_diagonal_mask(segment_ids: torch.Tensor, dtype: torch.dtype) -> torch.
         dtype: in which attention is computed.
     """
     is_other = segment_ids[:, None, :, None] != segment_ids[:, None, None, :]
-    return torch.zeros(is_other.shape, dtype=dtype, device=is_other.device).masked_fill_(
-        is_other, torch.finfo(dtype).min
-    )
+    return _additive(is_other, dtype)
+
+
+def _additive(is_hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 for what can be seen, the lowest number for what is hidden."""
+    zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return zeros.masked_fill_(is_hidden, torch.finfo(dtype).min)
 
 
 def _compute_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -22,7 +22,14 @@ from finetune.distributed import disconnect, first_on_each_node, on_every_proces
 from finetune.errors import CheckpointError, ConfigError
 from finetune.evaluation import evaluate as evaluate_rows
 from finetune.evaluation import predict_logits
-from finetune.launch import build_accelerator, check_before_start, check_connected, find_launch, use_all_cores
+from finetune.launch import (
+    build_accelerator,
+    check_before_start,
+    check_connected,
+    find_launch,
+    is_compiled,
+    use_all_cores,
+)
 from finetune.metrics import DEFAULT_METRICS, Metrics, per_class_table, predictions, probabilities
 from finetune.model import INPUTS_FILE, InputSettings, LoadedModel, load_trained_model
 from finetune.packing import resolve_packing
@@ -138,7 +145,10 @@ def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
     model.to(accelerator.device)
     sizes = BatchSizes(config.eval.per_device_eval_batch_size, 1, 1)
     packing = on_every_process(
-        accelerator, lambda: resolve_packing("auto", model, tokenizer, examples, sizes, accelerator.autocast)
+        accelerator,
+        lambda: resolve_packing(
+            "auto", model, tokenizer, examples, sizes, accelerator.autocast, is_compiled=is_compiled(accelerator)
+        ),
     )
     loader = EvalLoader(
         examples,

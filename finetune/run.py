@@ -23,7 +23,8 @@ from finetune.console import TrainingProgress, make_console, print_plan, print_w
 from finetune.cpu_kernels import use_cpu_kernels
 from finetune.data.batching import BatchSizes, TrainingLength, resolve_batch_sizes, training_length
 from finetune.data.check import DataCheck, check_data
-from finetune.data.loader import Collator, EvalLoader, Examples, TrainLoader
+from finetune.data.loader import FEW_SHAPES, Collator, EvalLoader, Examples, TrainLoader
+from finetune.data.packing import MULTIPLE_OF
 from finetune.data.splits import Splits, read_splits
 from finetune.data.tokenize import TokenizedTexts, tokenize
 from finetune.distributed import compress_gradients, disconnect, first_on_each_node, on_every_process, on_main_process
@@ -38,6 +39,7 @@ from finetune.launch import (
     check_connected,
     end_with_launcher,
     find_launch,
+    is_compiled,
     is_restarted,
     job_start,
     local_world_size,
@@ -161,7 +163,13 @@ def _train(
     packing = on_every_process(
         accelerator,
         lambda: resolve_packing(
-            config.train.packing, loaded.model, loaded.tokenizer, examples, sizes, accelerator.autocast
+            config.train.packing,
+            loaded.model,
+            loaded.tokenizer,
+            examples,
+            sizes,
+            accelerator.autocast,
+            is_compiled=is_compiled(accelerator),
         ),
     )
     startup.done("packing")
@@ -222,6 +230,7 @@ def _train(
         schedule=schedule,
         throughput=throughput,
         started=started,
+        in_background=accelerator.device.type == "cuda",
     )
     state = TrainState()
     if resumable is not None:
@@ -261,6 +270,7 @@ def _train(
                 seed=config.train.seed,
                 device=accelerator.device,
                 packing=packing.rows,
+                pad_to_multiple_of=FEW_SHAPES if is_compiled(accelerator) else MULTIPLE_OF,
             ),
             eval_loader=EvalLoader(
                 dev_examples,
@@ -270,6 +280,7 @@ def _train(
                 num_processes=accelerator.num_processes,
                 device=accelerator.device,
                 packing=packing.rows,
+                pad_to_multiple_of=FEW_SHAPES if is_compiled(accelerator) else MULTIPLE_OF,
             ),
             metrics=metrics,
             trackers=trackers,
@@ -295,6 +306,7 @@ def _train(
             with training.stop_requests:  # also while results are written, which a signal must not cut short
                 with out_of_memory_explained(sizes):
                     train(training, state)
+                snapshots.wait()
                 peak_memory = peak_memory_bytes(accelerator)
                 assert snapshots.best is not None  # the last step is always evaluated
                 results = Results(
@@ -310,6 +322,7 @@ def _train(
                 )
                 on_main_process(accelerator, lambda: results.publish(console, output_dir))
         except Interrupted as interrupted:
+            snapshots.wait()
             trackers.suspend()
             print_plan(console, {"stopped": how_to_go_on(interrupted, state, length)})
             return output_dir, interrupted.with_traceback(None)  # which would hold the model

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,10 @@ class Snapshots:
     best: Evaluation | None = None
     size: int = 0
     """Bytes of the checkpoint saved last, on the main process."""
+    in_background: bool = False
+    """Write while training goes on, from a copy in the host's memory; for devices that have a memory of their own."""
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _writing: Future[None] | None = None
 
     def keep_best(self, evaluation: Evaluation) -> None:
         """Remember the best evaluation; the checkpoint that follows it holds its model."""
@@ -206,46 +211,75 @@ class Snapshots:
         Raises:
             CheckpointError: the disk is full or not writable; the checkpoint before is as it was.
         """
+        self.wait()
         state.saved_step = state.global_step
         own = {"rng": rng_state(), "throughput": self.throughput.state()}
         ranks = gather_object([own]) if self.accelerator.num_processes > 1 else [own]
-        on_main_process(self.accelerator, lambda: self._write(state, ranks))
+        on_main_process(self.accelerator, lambda: self._begin(state, ranks))
 
-    def _write(self, state: TrainState, ranks: list[dict[str, Any]]) -> None:
-        folder = save_checkpoint(
-            self.output_dir / "checkpoints",
-            state.global_step,
-            lambda staged: self._fill(staged, state, ranks),
-            keep=self.config.save_total_limit,
-            protected={state.best_step},
-        )
-        self.size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if state.best_step == state.global_step:
-            promote(folder, self.output_dir / "best")
+    def wait(self) -> None:
+        """Until what is being written is on disk; called on all ranks at once.
 
-    def _fill(self, folder: Path, state: TrainState, ranks: list[dict[str, Any]]) -> None:
-        save_model(folder, self.loaded.model, self.loaded.tokenizer, self.inputs)
-        training = folder / TRAINING
-        training.mkdir()
-        write_json(
-            training / STATE_FILE,
-            {
+        Raises:
+            CheckpointError: on every rank, when that failed.
+        """
+        if self.in_background:
+            on_main_process(self.accelerator, lambda: None if self._writing is None else self._writing.result())
+
+    def _begin(self, state: TrainState, ranks: list[dict[str, Any]]) -> None:
+        content = self._content(state, ranks)
+        if not self.in_background:
+            self._write(content)
+            return
+        weights = on_host(self.loaded.model.state_dict())
+        self._writing = self._thread.submit(self._write, on_host(content), weights)
+
+    def _content(self, state: TrainState, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """What goes into the files of ``training/``."""
+        scaler = self.accelerator.scaler
+        return {
+            "state": {
                 "train_state": asdict(state),
                 "identity": self.identity.values,
                 "num_processes": len(ranks),
                 "wall_seconds": self.wall_seconds,
             },
-        )
-        if self.config.save_optimizer:
-            save_state(training / "optimizer.pt", self.optimizer.state_dict())
-        scaler = self.accelerator.scaler
-        shared = {
-            "schedule": self.schedule.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "best": None if self.best is None else {**asdict(self.best), "logits": torch.from_numpy(self.best.logits)},
+            "optimizer": self.optimizer.state_dict() if self.config.save_optimizer else None,
+            "shared": {
+                "schedule": self.schedule.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "best": None
+                if self.best is None
+                else {**asdict(self.best), "logits": torch.from_numpy(self.best.logits)},
+            },
+            "ranks": ranks,
         }
-        save_state(training / "shared.pt", shared)
-        for rank, own in enumerate(ranks):
+
+    def _write(self, content: Mapping[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
+        started = time.perf_counter()
+        state = content["state"]["train_state"]
+        folder = save_checkpoint(
+            self.output_dir / "checkpoints",
+            state["global_step"],
+            lambda staged: self._fill(staged, content, weights),
+            keep=self.config.save_total_limit,
+            protected={state["best_step"]},
+        )
+        self.size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if state["best_step"] == state["global_step"]:
+            promote(folder, self.output_dir / "best")
+        seconds = time.perf_counter() - started
+        self.throughput.longest_checkpoint = max(self.throughput.longest_checkpoint, seconds)
+
+    def _fill(self, folder: Path, content: Mapping[str, Any], weights: dict[str, torch.Tensor] | None) -> None:
+        save_model(folder, self.loaded.model, self.loaded.tokenizer, self.inputs, weights)
+        training = folder / TRAINING
+        training.mkdir()
+        write_json(training / STATE_FILE, content["state"])
+        if content["optimizer"] is not None:
+            save_state(training / "optimizer.pt", content["optimizer"])
+        save_state(training / "shared.pt", content["shared"])
+        for rank, own in enumerate(content["ranks"]):
             save_state(training / f"rank-{rank:05d}.pt", own)
 
     def restore(self, resumable: Resumable) -> TrainState:
@@ -294,6 +328,21 @@ class Snapshots:
             verify(source)
         if state.best_step and source.is_dir():
             promote(source, self.output_dir / "best")
+
+
+def on_host(value: Any, copies: dict[int, torch.Tensor] | None = None) -> Any:
+    """A copy of nested dicts, lists and tuples in the host's memory; tensors that share their memory go on doing so."""
+    copies = {} if copies is None else copies
+    if isinstance(value, torch.Tensor):
+        key = value.data_ptr() if value.numel() else id(value)
+        if key not in copies or copies[key].shape != value.shape:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+    if isinstance(value, Mapping):
+        return {name: on_host(each, copies) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_host(each, copies) for each in value)
+    return value
 
 
 def train_state(content: Mapping[str, Any]) -> TrainState:

@@ -136,6 +136,7 @@ class Work:
         case.data(self.data)
         self.model = case.model(self.data)
         self.turn = 0
+        self.attention: str | None = options.trainer_attention
 
     def model_folder(self) -> str:
         if not self.model.startswith("package:"):
@@ -155,7 +156,7 @@ class Work:
         """``finetune train``, as people start it."""
         self.turn += 1
         run = self.folder / f"run-{self.turn}"
-        per_device = self.case.batch // processes if accumulation == 1 else self.case.batch // 2
+        per_device = self.case.batch // processes if accumulation == 1 else self.case.batch
         settings = {
             "data.train_file": self.data / "train.tsv",
             "data.validation_file": self.data / "dev.tsv",
@@ -165,7 +166,7 @@ class Work:
             "train.output_dir": run,
             "train.per_device_train_batch_size": per_device,
             "train.gradient_accumulation_steps": accumulation,
-            "train.max_steps": self.steps if accumulation == 1 else max(8, self.steps // 6),
+            "train.max_steps": self.steps if accumulation == 1 else max(8, self.steps // 10),
             "optim.learning_rate": self.case.learning_rate,
             "eval.evals_per_epoch": 1e-9,
             "checkpoint.save_total_limit": 1,
@@ -192,14 +193,19 @@ class Work:
         return dict(found)
 
     def trainer(self, settings: str, steps: int, evaluate: bool = True) -> Result:
-        """HF Trainer in a process of its own."""
+        """HF Trainer in a process of its own; its best settings have the attention that is faster here."""
+        if settings == "best" and self.attention is None:
+            tried = {}
+            for self.attention in ("eager", "sdpa"):
+                tried[self.attention] = self.trainer("best", max(10, steps // 4), evaluate=False)["examples_per_second"]
+            self.attention = max(tried, key=tried.__getitem__)
         output = self.folder / "trainer.json"
         words = [sys.executable, str(HERE / "trainer_baseline.py"), "--settings", settings, "--output", str(output)]
         words += ["--train", str(self.data / "train.tsv"), "--dev", str(self.data / "dev.tsv")]
         words += ["--model", self.model_folder(), "--max_length", str(self.case.max_length), "--steps", str(steps)]
         words += ["--batch", str(self.case.batch), "--threads", str(self.options.threads)]
         words += ["--learning_rate", str(self.case.learning_rate)]
-        words += ["--attention", self.options.trainer_attention] if self.options.trainer_attention else []
+        words += ["--attention", self.attention] if self.attention else []
         words += (["--bf16"] if self.options.bf16 else []) + (["--evaluate"] if evaluate else [])
         self._run(words, {"OMP_NUM_THREADS": str(self.options.threads)})
         return dict(json.loads(output.read_text()))
@@ -237,6 +243,7 @@ def measure(case: Case, options: argparse.Namespace, console: Console) -> Result
             "global_batch_size": case.batch,
             "precision": "bf16" if options.bf16 else "float32",
             "steps": work.steps,
+            "trainer_attention": work.attention,
             **work.peak(),
             "runs": {name: [run["examples_per_second"] for run in results] for name, results in runs.items()},
             "medians": {name: median_of(results) for name, results in runs.items()},
@@ -259,7 +266,8 @@ def scaling(work: Work, rounds: int) -> Result:
 def show(found: Result, console: Console) -> None:
     console.print(
         f"\n{found['case']}: max_length {found['max_length']}, global batch {found['global_batch_size']}, "
-        f"{found['precision']} (Trainer's defaults: float32), {found['steps']} steps, "
+        f"{found['precision']} (Trainer's defaults: float32), {found['steps']} steps, Trainer's best attention: "
+        f"{found['trainer_attention']}, "
         f"{found['device']}, {found['machine']}"
     )
     table = Table()
@@ -324,7 +332,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads (all)")
     parser.add_argument("--float32", dest="bf16", action="store_false", help="instead of bf16")
     parser.add_argument("--only", help="contestants whose name holds this")
-    parser.add_argument("--trainer_attention", help="attn_implementation of Trainer's best settings")
+    parser.add_argument(
+        "--trainer_attention",
+        help="attn_implementation of Trainer's best settings (the faster of eager and sdpa, tried first)",
+    )
     parser.add_argument("--two_processes", action="store_true", help="also 2 processes x 1 thread")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("finetune", nargs="*", help="more options for finetune, after --")

@@ -140,16 +140,16 @@ def main() -> None:
     )
     trainer.train()
     seconds = clock.end - clock.begin
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     tokens, computed, collating = collate.tokens, collate.computed, collate.seconds
     accuracy, evaluation_seconds = None, None
     if options.evaluate:
         started = time.perf_counter()
         accuracy = trainer.evaluate()["eval_accuracy"]
         evaluation_seconds = time.perf_counter() - started
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     examples = options.steps * options.batch
     Path(options.output).write_text(
         json.dumps(

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from conftest import reviews
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import finetune.loop
 from finetune.config import OptimConfig
@@ -34,6 +35,7 @@ from finetune.loss import example_losses, example_weights
 from finetune.metrics import Metrics
 from finetune.model import LoadedModel, load_model
 from finetune.optim import LearningRateSchedule
+from finetune.packing import FirstTokens
 from finetune.throughput import Throughput
 from finetune.tracking import Tracker, Trackers
 
@@ -137,8 +139,8 @@ class Setup:
             "bare_model": accelerator.unwrap_model(model),
             "optimizer": prepared,
             "schedule": schedule,
-            "train_loader": TrainLoader(split, tokenizer, sizes, rank=0, seed=SEED, device=CPU),
-            "eval_loader": EvalLoader(split, tokenizer, 4, rank=0, num_processes=1, device=CPU),
+            "train_loader": TrainLoader(split, tokenizer, sizes, rank=0, seed=SEED, device=accelerator.device),
+            "eval_loader": EvalLoader(split, tokenizer, 4, rank=0, num_processes=1, device=accelerator.device),
             "metrics": Metrics([], problem_type=problem_type, num_labels=self.loaded.model.config.num_labels),
             "trackers": Trackers([self.recorder]),
             "progress": TrainingProgress(Console(quiet=True, file=StringIO()), total_steps),
@@ -323,6 +325,51 @@ def test_the_environment_does_not_scale_the_loss_again(
     reference.step(batches(0)[0], 0.5)
     setup.train()
     assert_same_weights(setup.training.bare_model, reference.model, load(bert, SINGLE).model)
+
+
+class ReadsOfTensors(TorchDispatchMode):
+    """Counts what makes the host wait for the device: a tensor's value asked for as a number, or copied to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_reads_of_tensors_are_counted() -> None:
+    """Or the test below would hold for want of counting."""
+    with ReadsOfTensors() as reads:
+        values = torch.ones(3)
+        assert (values.sum().item(), float(values[0]), bool(values[1] > 0)) == (3, 1, True)
+    assert reads.count == 3
+
+
+def test_no_step_waits_for_the_device_between_log_lines(
+    accelerator: Accelerator, bert: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU torch refuses to wait; on a CPU reads are counted: one a step, of a number that is on the host."""
+    setup = Setup(accelerator, bert, cache, BatchSizes(2, 1, 2), logging_steps=100, total_steps=6, max_grad_norm=1.0)
+    FirstTokens(setup.loaded.model).mask_on_device()  # as every run does; transformers' own masks wait
+    reads_before: list[int] = []
+
+    def noted(*arguments: Any) -> Any:
+        reads_before.append(reads.count)
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("error" if 1 < len(reads_before) < 6 else "default")
+        return optimizer_step(*arguments)
+
+    monkeypatch.setattr(finetune.loop, "optimizer_step", noted)
+    try:
+        with ReadsOfTensors() as reads:
+            setup.train()
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+    assert np.diff(reads_before).tolist() == [1, 1, 1, 1, 1]
+    assert reads.count > reads_before[-1] + 1  # the last step is logged and evaluated
 
 
 def test_a_stand_in_row_counts_nothing(accelerator: Accelerator, bert: Path, cache: str) -> None:

@@ -193,6 +193,15 @@ def test_the_setting_switches_it_off(texts: tuple[Any, Examples]) -> None:
     assert resolve_packing("off", make("Bert"), tokenizer, split, SIZES).rows is None
 
 
+def test_a_compiled_model_is_left_alone(texts: tuple[Any, Examples]) -> None:
+    tokenizer, split = texts
+    packing = resolve_packing("auto", make("Bert"), tokenizer, split, SIZES, is_compiled=True)
+    assert (packing.rows, packing.has_short_last_layer) == (None, False)
+    assert packing.describe() == ["off: the launch profile has the model compiled"]
+    with pytest.raises(ConfigError, match=r"train\.packing is on, but the launch profile has the model compiled"):
+        resolve_packing("on", make("Bert"), tokenizer, split, SIZES, is_compiled=True)
+
+
 def test_the_trial_changes_no_mode_and_draws_no_random_number(texts: tuple[Any, Examples]) -> None:
     tokenizer, split = texts
     model = make("Bert").train()

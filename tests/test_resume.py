@@ -114,11 +114,13 @@ def test_the_uninterrupted_run(whole: Path) -> None:
     assert (whole / "best" / "model.safetensors").stat().st_nlink == 2  # not stored twice
 
 
-def kill_until_done(nursery: Nursery, arguments: list[object], moments: random.Random, kills: int) -> tuple[Job, int]:
+def kill_until_done(
+    nursery: Nursery, arguments: list[object], moments: random.Random, kills: int, **env: str
+) -> tuple[Job, int]:
     """Start the job again and again, killing it at random moments; returns the start that ended, and the kills."""
     killed = 0
     while True:
-        job = nursery.start(arguments)
+        job = nursery.start(arguments, **env)
         end = time.monotonic() + moments.uniform(0.2, 2.2)
         while job.is_running() and (killed == kills or time.monotonic() < end):
             time.sleep(0.002)
@@ -140,6 +142,47 @@ def test_killed_at_random_moments(nursery: Nursery, inputs: Path, whole: Path, t
         killed += more
         assert_same_run(run, whole)
         shutil.rmtree(run)
+
+
+# As on a GPU, where checkpoints are written while training goes on.
+IN_BACKGROUND = """
+import finetune.run
+plain = finetune.run.Snapshots
+finetune.run.Snapshots = lambda **fields: plain(**{**fields, "in_background": True})
+"""
+
+
+def test_written_in_the_background(nursery: Nursery, inputs: Path, whole: Path, tmp_path: Path) -> None:
+    """The same run: uninterrupted, killed again and again, and stopped."""
+    nursery.run(command(inputs, tmp_path / "calm"), FINETUNE_TEST_PATCH=IN_BACKGROUND)
+    assert_same_run(tmp_path / "calm", whole)
+    run, moments = tmp_path / "killed", random.Random(SEED)
+    kill_until_done(nursery, command(inputs, run), moments, kills=6, FINETUNE_TEST_PATCH=IN_BACKGROUND)
+    assert_same_run(run, whole)
+    run = tmp_path / "stopped"
+    job = nursery.start(command(inputs, run), FINETUNE_TEST_PATCH=IN_BACKGROUND)
+    while not (run / "checkpoints" / "step-00000006").is_dir():
+        assert job.is_running(), job.output()
+        time.sleep(0.001)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == [143, 143]
+    step = int(" ".join(job.output().split()).partition("after step ")[2].split(" ")[0])
+    assert newest(run).name == f"step-{step:08d}"
+    nursery.run(command(inputs, run), FINETUNE_TEST_PATCH=IN_BACKGROUND)
+    assert_same_run(run, whole)
+
+
+def test_a_failure_in_the_background_is_said_once(nursery: Nursery, inputs: Path, tmp_path: Path) -> None:
+    patch = f"""{IN_BACKGROUND}
+import finetune.snapshot
+from finetune.errors import CheckpointError
+def full(*_, **__):
+    raise CheckpointError("the disk is full")
+finetune.snapshot.save_checkpoint = full
+"""
+    job = nursery.start(command(inputs, tmp_path / "run"), FINETUNE_TEST_PATCH=patch)
+    assert 2 in job.wait(30)
+    assert job.output().count("error: the disk is full") == 1 and "Traceback" not in job.output()
 
 
 def test_a_finished_run_is_left_alone(nursery: Nursery, inputs: Path, whole: Path) -> None:
@@ -540,6 +583,7 @@ def test_micro_batches_are_halved_until_they_fit(nursery: Nursery, inputs: Path,
         "train__global_batch_size": 32,
         "train__per_device_train_batch_size": 16,
         "train__auto_micro_batch": "true",
+        "train__packing": "on",  # which auto decides by the sizes that were asked for
     }
     run, other = tmp_path / "run", tmp_path / "other"
     job = nursery.run(command(inputs, run, **sizes), FINETUNE_TEST_PATCH=TOO_SMALL.replace("LIMIT", "4"))
@@ -547,7 +591,7 @@ def test_micro_batches_are_halved_until_they_fit(nursery: Nursery, inputs: Path,
     assert (
         "32 = 4 per device x 2 process(es) x 4 accumulation (train.auto_micro_batch: 16 per device do not fit" in said
     )
-    sizes = {"train__global_batch_size": 32, "train__per_device_train_batch_size": 4}
+    sizes = {"train__global_batch_size": 32, "train__per_device_train_batch_size": 4, "train__packing": "on"}
     nursery.run(command(inputs, other, **sizes))
     for name in ("model.safetensors", "training/optimizer.pt"):
         assert (newest(run) / name).read_bytes() == (newest(other) / name).read_bytes()

@@ -124,6 +124,32 @@ def test_a_frozen_encoder_is_computed_once_with_the_same_result(
     assert unchanged and all(torch.equal(expected[key], start[key.split(".", 1)[-1]]) for key in unchanged)
 
 
+COUNT_GRAPHS = """
+import pathlib, finetune.run
+disconnect = finetune.run.disconnect
+def counted(accelerator):
+    from torch._dynamo.utils import counters
+    pathlib.Path("FILE").write_text(str(counters["stats"]["unique_graphs"]))
+    disconnect(accelerator)
+finetune.run.disconnect = counted
+"""
+
+
+def test_a_compiled_model_trains_to_the_same_weights(
+    tmp_path: Path, forked_jobs: Nursery, review_files: tuple[Path, Path], bert: Path
+) -> None:
+    """As a profile's dynamo_config asks for; texts of many lengths make few graphs."""
+    for name, env in (("plain", {}), ("compiled", {"ACCELERATE_DYNAMO_BACKEND": "aot_eager"})):
+        arguments = options(review_files, bert, str(tmp_path / name), train__num_train_epochs=2)
+        patch = COUNT_GRAPHS.replace("FILE", str(tmp_path / f"{name}.graphs"))
+        job = forked_jobs.run(arguments, 1, FINETUNE_TEST_PATCH=patch, **env)
+        assert ("off: the launch profile has the model compiled" in job.output()) == (name == "compiled")
+    for key, tensor in last_weights(tmp_path / "compiled").items():
+        torch.testing.assert_close(tensor, last_weights(tmp_path / "plain")[key], atol=1e-5, rtol=0)
+    graphs = [int((tmp_path / f"{name}.graphs").read_text()) for name in ("plain", "compiled")]
+    assert graphs[0] == 0 and 1 <= graphs[1] <= 6
+
+
 def test_an_encoder_whose_outputs_do_not_fit_on_the_disk(
     tmp_path: Path, forked_jobs: Nursery, review_files: tuple[Path, Path], bert: Path
 ) -> None:

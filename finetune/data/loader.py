@@ -25,6 +25,7 @@ from finetune.data.batching import (
 from finetune.data.packing import MULTIPLE_OF, Layout, lay_out
 from finetune.data.tokenize import TokenizedTexts
 
+FEW_SHAPES = 64  # what lengths are padded to a multiple of where each new shape costs a compilation
 AHEAD = 2  # batches that are made while the device computes
 Made = TypeVar("Made")
 
@@ -121,10 +122,15 @@ class Collator:
     """
 
     def __init__(
-        self, examples: Examples, tokenizer: PreTrainedTokenizerBase, packing: PackedRows | None = None
+        self,
+        examples: Examples,
+        tokenizer: PreTrainedTokenizerBase,
+        packing: PackedRows | None = None,
+        pad_to_multiple_of: int = MULTIPLE_OF,
     ) -> None:
         self.examples = examples
         self.packing = packing
+        self._pad_to_multiple_of = pad_to_multiple_of
         self.weights = np.ones(len(examples), np.float32) if examples.weights is None else examples.weights
         self._tokenizer = tokenizer
         self._longest = int(examples.texts.lengths.max(initial=1))
@@ -144,7 +150,10 @@ class Collator:
         columns = self.examples.texts.dataset[rows]
         features = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         pad = DataCollatorWithPadding(self._tokenizer, padding="max_length", max_length=self.padded_length(rows))
-        return dict(pad(features))
+        inputs = dict(pad(features))
+        if int(self.examples.texts.lengths[rows].min()) == self.padded_length(rows):
+            del inputs["attention_mask"]  # which would hide nothing
+        return inputs
 
     def _packed(self, rows: Rows, packing: PackedRows) -> dict[str, torch.Tensor]:
         layout = self._layout(rows)
@@ -186,7 +195,8 @@ class Collator:
         Never more than the longest row of the split: a model may have no position for the next multiple of eight.
         """
         longest = max(int(self.examples.texts.lengths[rows].max(initial=0)), 1)  # an empty text may have no token
-        return min(-(-longest // MULTIPLE_OF) * MULTIPLE_OF, self._longest)
+        multiple = self._pad_to_multiple_of
+        return min(-(-longest // multiple) * multiple, self._longest)
 
 
 def _made_ahead(make: Callable[[Rows], Made], orders: Iterable[Rows]) -> Iterator[Made]:
@@ -217,8 +227,9 @@ class TrainLoader:
         seed: int,
         device: torch.device,
         packing: PackedRows | None = None,
+        pad_to_multiple_of: int = MULTIPLE_OF,
     ) -> None:
-        self._collate = Collator(examples, tokenizer, packing)
+        self._collate = Collator(examples, tokenizer, packing, pad_to_multiple_of)
         self._sizes, self._rank, self._seed, self._device = sizes, rank, seed, device
         self.steps_per_epoch = steps_per_epoch(len(examples), sizes.global_batch)
         self.waited_seconds = 0.0
@@ -264,9 +275,10 @@ class EvalLoader:
         num_processes: int,
         device: torch.device,
         packing: PackedRows | None = None,
+        pad_to_multiple_of: int = MULTIPLE_OF,
     ) -> None:
         self.examples = examples
-        self._collate = Collator(examples, tokenizer, packing)
+        self._collate = Collator(examples, tokenizer, packing, pad_to_multiple_of)
         shares = evaluation_batches(examples.texts.lengths, batch_size, num_processes)
         self._batches = shares[rank]
         self._device = device
