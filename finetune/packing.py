@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,8 +22,6 @@ from finetune.model import first_position
 # What stands behind the attention of a layer, and is given all that the rest of it works on: in BERT and in DistilBERT.
 AFTER_ATTENTION = ("attention.output", "sa_layer_norm")
 PACKED_INPUTS = {"segment_ids", "first_tokens", "position_ids", "token_type_ids"}
-
-
 SAVING_WORTH = 0.03  # share of the computed tokens that packing has to save: its masks take time as well
 SAMPLED_STEPS = 20
 # Largest difference of logits, as a share of the largest logit: what the order of a sum changes, and what a text that
@@ -50,7 +48,7 @@ def resolve_packing(
     setting: Literal["auto", "on", "off"],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    examples: Examples,
+    splits: Sequence[Examples],
     sizes: BatchSizes,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
@@ -64,7 +62,7 @@ def resolve_packing(
         setting: off; on; or auto: on where the model can do with it and where it saves enough.
         model: on its device, not wrapped.
         tokenizer: of the model.
-        examples: the rows that it will compute.
+        splits: the rows that it will compute; the first ones decide whether packing saves enough.
         sizes: of a step.
         autocast: enters the precision of the run.
         is_compiled: whether torch.compile is to translate the model, which these hooks are not made for.
@@ -77,18 +75,17 @@ def resolve_packing(
     if is_compiled:
         raise ConfigError("train.packing is on, but the launch profile has the model compiled: use auto or off")
     rows = PackedRows(first_position(model))
-    padded, packed = (Collator(examples, tokenizer, packing) for packing in (None, rows))
-    trial = _Trial(model, padded, autocast)
+    trial = _Trial(model, tokenizer, splits, autocast)
     hooks = FirstTokens(model)
-    trial.obstacle(padded, hooks.mask_on_device)
-    is_short = trial.obstacle(padded, hooks.shorten_last_layer) is None
+    trial.obstacle(None, hooks.mask_on_device)
+    is_short = trial.obstacle(None, hooks.shorten_last_layer) is None
     if setting == "off":
         return Packing(None, "off (train.packing)", is_short)
     if setting == "auto":
-        before, after = (_computed_tokens(collate, sizes) for collate in (padded, packed))
+        before, after = (_computed_tokens(Collator(splits[0], tokenizer, each), sizes) for each in (None, rows))
         if after > (1 - SAVING_WORTH) * before:
             return Packing(None, f"off: it would save {max(0.0, 1 - after / before):.1%} of all tokens", is_short)
-    obstacle = trial.obstacle(packed, hooks.accept_packed_inputs)
+    obstacle = trial.obstacle(rows, hooks.accept_packed_inputs)
     if obstacle is None:
         return Packing(rows, "texts share rows", is_short)
     if setting == "on":
@@ -111,27 +108,32 @@ def trial_rows(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 class _Trial:
-    """Compares the outputs for the shortest, a middle and the longest text with those of the model as it is."""
+    """Compares the outputs for a few texts of each split with those of the model as it is."""
 
-    def __init__(self, model: Any, padded: Collator, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-        lengths = padded.examples.texts.lengths
-        self._model: Any = model
-        self._rows = trial_rows(lengths)
-        self._shortest = int(lengths[self._rows[0]])
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        splits: Sequence[Examples],
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._splits = splits
         self._precisions = ((nullcontext, SAME_IN_FLOAT32), (autocast, SAME_IN_HALF))
-        self._expected = [self._logits(padded, precision) for precision, _ in self._precisions]
+        self._expected = [self._logits(None, precision) for precision, _ in self._precisions]
 
-    def obstacle(self, collate: Collator, register: Callable[[], list[RemovableHandle]]) -> str | None:
-        """What keeps the model from working with these inputs and hooks, which stay registered when nothing does."""
+    def obstacle(self, packing: PackedRows | None, register: Callable[[], list[RemovableHandle]]) -> str | None:
+        """What keeps the model from working with such inputs and these hooks, which stay when nothing does."""
         name = type(self._model).__name__
-        if self._shortest < 1:
+        if any(split.texts.lengths.min() < 1 for split in self._splits):
             return "some texts have no token at all"
         hooks = register()
         if not hooks:
             return f"{name} is built in another way"
         try:
             for (precision, same), expected in zip(self._precisions, self._expected, strict=True):
-                difference = (self._logits(collate, precision) - expected).abs().max() / expected.abs().max()
+                difference = (self._logits(packing, precision) - expected).abs().max() / expected.abs().max()
                 if not difference <= same:
                     break
             else:
@@ -143,11 +145,14 @@ class _Trial:
             hook.remove()
         return obstacle
 
-    def _logits(self, collate: Collator, precision: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
-        inputs = collate(self._rows).to(self._model.device).inputs
+    def _logits(self, packing: PackedRows | None, precision: Callable[[], AbstractContextManager[Any]]) -> torch.Tensor:
+        """``[3 x splits, num_labels]``."""
+        found = []
         with _evaluating(self._model), torch.no_grad(), precision():  # inference mode would spoil what models cache
-            logits: torch.Tensor = self._model(**inputs).logits.float()
-            return logits
+            for split in self._splits:
+                micro = Collator(split, self._tokenizer, packing)(trial_rows(split.texts.lengths))
+                found.append(self._model(**micro.to(self._model.device).inputs).logits.float())
+        return torch.cat(found)
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def start(model_dir: str, config: PredictConfig, *, labelled: bool) -> Session:
     packing = on_every_process(
         accelerator,
         lambda: resolve_packing(
-            "auto", model, tokenizer, examples, sizes, accelerator.autocast, is_compiled=is_compiled(accelerator)
+            "auto", model, tokenizer, [examples], sizes, accelerator.autocast, is_compiled=is_compiled(accelerator)
         ),
     )
     loader = EvalLoader(

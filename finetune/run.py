@@ -157,6 +157,7 @@ def _train(
         config.eval.evals_per_epoch,
     )
     examples = Examples(train_texts, splits.train_labels, example_weights(splits.train_labels, class_weights))
+    dev_examples = Examples(dev_texts, splits.dev_labels)
     loaded.model.to(accelerator.device)
     if accelerator.device.type == "cpu":
         use_cpu_kernels(loaded.model)
@@ -166,14 +167,13 @@ def _train(
             config.train.packing,
             loaded.model,
             loaded.tokenizer,
-            examples,
+            [examples, dev_examples],
             sizes,
             accelerator.autocast,
             is_compiled=is_compiled(accelerator),
         ),
     )
     startup.done("packing")
-    dev_examples = Examples(dev_texts, splits.dev_labels)
     recalled = None
     if config.model.freeze_encoder:
         print_plan(console, {"frozen encoder": "its outputs are computed once, or found in the cache"})

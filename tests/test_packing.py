@@ -97,7 +97,7 @@ def test_packed_texts_give_the_same_logits_and_gradients(
         use_cpu_kernels(model)
     elif kind != "RemBert":
         model.set_attn_implementation(attention)
-    packing = resolve_packing("on", model, tokenizer, split, SIZES)
+    packing = resolve_packing("on", model, tokenizer, [split], SIZES)
     assert packing.rows is not None and packing.has_short_last_layer
     rows = np.array([3, 0, 7, 2, 5, 1, 6, 4])
     batch = Collator(split, tokenizer, packing.rows)(rows)
@@ -132,7 +132,7 @@ def test_in_bfloat16(texts: tuple[Any, Examples]) -> None:
     model = make("Bert").eval()
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     expected = plain(model, tokenizer)
-    packing = resolve_packing("auto", model, tokenizer, split, SIZES, autocast)
+    packing = resolve_packing("auto", model, tokenizer, [split], SIZES, autocast)
     assert packing.rows is not None
     with autocast():
         found = model(**Collator(split, tokenizer, packing.rows)(np.arange(len(TEXTS))).inputs).logits
@@ -157,12 +157,12 @@ def test_models_that_cannot_do_with_it_are_left_as_they_are(
     model = make(kind, **more).eval()
     collate = Collator(split, tokenizer)
     expected = model(**collate(np.arange(4)).inputs).logits
-    packing = resolve_packing("auto", model, tokenizer, split, SIZES)
+    packing = resolve_packing("auto", model, tokenizer, [split], SIZES)
     assert packing.rows is None and packing.reason.startswith("off: ") and said in packing.reason
     assert "padded together" in packing.reason
     torch.testing.assert_close(model(**collate(np.arange(4)).inputs).logits, expected)
     with pytest.raises(ConfigError, match=r"train\.packing is on, but .*: use auto or off"):
-        resolve_packing("on", model, tokenizer, split, SIZES)
+        resolve_packing("on", model, tokenizer, [split], SIZES)
 
 
 def test_a_head_that_reads_more_than_the_first_token_keeps_its_last_layer(texts: tuple[Any, Examples]) -> None:
@@ -174,32 +174,52 @@ def test_a_head_that_reads_more_than_the_first_token_keeps_its_last_layer(texts:
             return hidden.mean(1)
 
     model.bert.pooler = Mean()
-    packing = resolve_packing("auto", model, tokenizer, split, SIZES)
+    packing = resolve_packing("auto", model, tokenizer, [split], SIZES)
     assert packing.rows is None and not packing.has_short_last_layer
+
+
+def test_a_model_with_a_window_is_tried_on_the_longest_text_of_any_split(tmp_path: Path) -> None:
+    """ModernBERT's local layers see half a window to each side: texts that fit into it show nothing of that."""
+    tokenizer = make_tokenizer("bert")
+    short, long = (
+        Examples(tokenize(rows, tokenizer, max_length=64, cache_dir=str(tmp_path)), np.arange(len(rows)))
+        for rows in (
+            datasets.Dataset.from_dict({"text": ["good"] * 8 + ["a very good film"]}),
+            datasets.Dataset.from_dict({"text": ["good", "bad film", "film book the a was is very not and good " * 4]}),
+        )
+    )
+    more = {"local_attention": 16, "global_attn_every_n_layers": 3}
+    assert resolve_packing("auto", make("ModernBert", **more), tokenizer, [short], SIZES).rows is not None
+    model = make("ModernBert", **more).eval()
+    rows = np.arange(3)
+    expected = model(**Collator(long, tokenizer)(rows).inputs).logits
+    packing = resolve_packing("auto", model, tokenizer, [short, long], SIZES)
+    assert packing.rows is None and "other outputs" in packing.reason
+    torch.testing.assert_close(model(**Collator(long, tokenizer)(rows).inputs).logits, expected)
 
 
 def test_where_nothing_is_saved_it_stays_off(texts: tuple[Any, Examples], tmp_path: Path) -> None:
     tokenizer, _ = texts
     rows = datasets.Dataset.from_dict({"text": ["good film was a book the"] * 9})
     split = Examples(tokenize(rows, tokenizer, max_length=32, cache_dir=str(tmp_path)), np.arange(9))
-    packing = resolve_packing("auto", make("Bert"), tokenizer, split, SIZES)
+    packing = resolve_packing("auto", make("Bert"), tokenizer, [split], SIZES)
     assert packing.rows is None and packing.reason == "off: it would save 0.0% of all tokens"
     assert packing.has_short_last_layer
-    assert resolve_packing("on", make("Bert"), tokenizer, split, SIZES).rows is not None
+    assert resolve_packing("on", make("Bert"), tokenizer, [split], SIZES).rows is not None
 
 
 def test_the_setting_switches_it_off(texts: tuple[Any, Examples]) -> None:
     tokenizer, split = texts
-    assert resolve_packing("off", make("Bert"), tokenizer, split, SIZES).rows is None
+    assert resolve_packing("off", make("Bert"), tokenizer, [split], SIZES).rows is None
 
 
 def test_a_compiled_model_is_left_alone(texts: tuple[Any, Examples]) -> None:
     tokenizer, split = texts
-    packing = resolve_packing("auto", make("Bert"), tokenizer, split, SIZES, is_compiled=True)
+    packing = resolve_packing("auto", make("Bert"), tokenizer, [split], SIZES, is_compiled=True)
     assert (packing.rows, packing.has_short_last_layer) == (None, False)
     assert packing.describe() == ["off: the launch profile has the model compiled"]
     with pytest.raises(ConfigError, match=r"train\.packing is on, but the launch profile has the model compiled"):
-        resolve_packing("on", make("Bert"), tokenizer, split, SIZES, is_compiled=True)
+        resolve_packing("on", make("Bert"), tokenizer, [split], SIZES, is_compiled=True)
 
 
 def test_the_trial_changes_no_mode_and_draws_no_random_number(texts: tuple[Any, Examples]) -> None:
@@ -208,7 +228,7 @@ def test_the_trial_changes_no_mode_and_draws_no_random_number(texts: tuple[Any, 
     model.bert.eval()
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    resolve_packing("auto", model, tokenizer, split, SIZES, nullcontext)
+    resolve_packing("auto", model, tokenizer, [split], SIZES, nullcontext)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training and not model.bert.training and model.dropout.training
 
