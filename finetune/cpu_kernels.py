@@ -1,6 +1,6 @@
-"""Dropout and attention that suit CPUs: the same functions as torch's and HF's, several times as fast in training.
+"""Dropout and attention that suit CPUs: the same functions as torch's and HF's, faster in training.
 
-A quarter of a small model's training step on a CPU went into torch's random numbers for dropout.
+A fifth of a small model's training step on a CPU went into torch's random numbers for dropout.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Job:
 
     def __init__(self, pids: list[int], log: Path) -> None:
         self.log = log
-        # Numbers are given anew when they run out, which a thousand processes with their threads achieve in minutes.
+        # Not their numbers, which are given to others when they run out.
         self.ranks = [_process(pid) for pid in pids]
 
     def signal(self, number: int, *ranks: int) -> None:

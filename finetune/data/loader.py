@@ -52,9 +52,9 @@ class MicroBatch:
     """What one forward and backward pass of this rank sees.
 
     ``inputs`` holds tensors for the model, ``[examples, tokens]``, or ``[rows, tokens]`` with several texts a row
-    (:class:`PackedRows`); ``labels`` ``[examples]`` or ``[examples,
-    num_labels]``; ``weights`` float32 ``[examples]`` is what each example's loss counts: 1 or the weight of its class,
-    and 0 for the stand-in of a rank that has no example left. ``rows`` int64 ``[examples]`` are theirs in the split.
+    (:class:`PackedRows`); ``labels`` ``[examples]`` or ``[examples, num_labels]``; ``weights`` float32 ``[examples]``
+    is what each example's loss counts: 1 or the weight of its class, and 0 for the stand-in of a rank that has no
+    example left. ``rows`` int64 ``[examples]`` are theirs in the split.
     """
 
     rows: Rows
@@ -162,7 +162,7 @@ class Collator:
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # 0, 1, 2, … of each text
         places = np.repeat(first_tokens, lengths) + within
 
-        def spread(values: NDArray[Any] | int, padding: int, kind: type[np.generic] = np.int64) -> torch.Tensor:
+        def spread(values: NDArray[Any], padding: int, kind: type[np.generic] = np.int64) -> torch.Tensor:
             flat = np.full(layout.computed_tokens, padding, kind)
             flat[places] = values
             return torch.from_numpy(flat.reshape(layout.rows, layout.row_length))
