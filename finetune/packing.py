@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.attention import ATTENTION, mask_of_segments, trains_in_one_row
 from finetune.data.batching import BatchSizes, epoch_order, micro_batches
 from finetune.data.loader import Collator, Examples, PackedRows
 from finetune.errors import ConfigError
@@ -21,7 +22,8 @@ from finetune.model import first_position
 
 # What stands behind the attention of a layer, and is given all that the rest of it works on: in BERT and in DistilBERT.
 AFTER_ATTENTION = ("attention.output", "sa_layer_norm")
-PACKED_INPUTS = {"segment_ids", "first_tokens", "position_ids", "token_type_ids"}
+PACKED_INPUTS = {"segment_ids", "segments", "first_tokens", "position_ids", "token_type_ids"}
+TRIED = 3  # texts of each split on which a model is tried
 SAVING_WORTH = 0.03  # share of the computed tokens that packing has to save: its masks take time as well
 SAMPLED_STEPS = 20
 # Largest difference of logits, as a share of the largest logit: what the order of a sum changes, and what a text that
@@ -74,23 +76,29 @@ def resolve_packing(
         return Packing(None, "off: the launch profile has the model compiled", has_short_last_layer=False)
     if is_compiled:
         raise ConfigError("train.packing is on, but the launch profile has the model compiled: use auto or off")
-    rows = PackedRows(first_position(model))
-    trial = _Trial(model, tokenizer, splits, autocast)
+    trial = _Trial(model, tokenizer, splits, sizes, autocast)
     hooks = FirstTokens(model)
     trial.obstacle(None, hooks.mask_on_device)
     is_short = trial.obstacle(None, hooks.shorten_last_layer) is None
+    if model.device.type == "cpu":
+        trial.obstacle(None, hooks.use_attention)
     if setting == "off":
         return Packing(None, "off (train.packing)", is_short)
+    rows = PackedRows(first_position(model))
+    obstacle = trial.obstacle(rows, hooks.accept_packed_inputs)
+    if obstacle and setting == "on":
+        raise ConfigError(f"train.packing is on, but {obstacle}: use auto or off")
+    if obstacle:
+        return Packing(None, f"off: {obstacle}; texts of similar length are padded together", is_short)
+    reason = "texts share rows"
+    in_one = replace(rows, in_one=True)
+    if trains_in_one_row(model.device) and trial.obstacle(in_one, hooks.use_attention) is None:
+        rows, reason = in_one, "texts stand in one row, and attention takes them apart"
     if setting == "auto":
         before, after = (_computed_tokens(Collator(splits[0], tokenizer, each), sizes) for each in (None, rows))
         if after > (1 - SAVING_WORTH) * before:
             return Packing(None, f"off: it would save {max(0.0, 1 - after / before):.1%} of all tokens", is_short)
-    obstacle = trial.obstacle(rows, hooks.accept_packed_inputs)
-    if obstacle is None:
-        return Packing(rows, "texts share rows", is_short)
-    if setting == "on":
-        raise ConfigError(f"train.packing is on, but {obstacle}: use auto or off")
-    return Packing(None, f"off: {obstacle}; texts of similar length are padded together", is_short)
+    return Packing(rows, reason, is_short)
 
 
 def _computed_tokens(collate: Collator, sizes: BatchSizes) -> int:
@@ -104,7 +112,7 @@ def _computed_tokens(collate: Collator, sizes: BatchSizes) -> int:
 
 def trial_rows(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
     """The shortest, a middle and the longest text: what a model does to one of another length shows in them."""
-    return np.argsort(lengths, kind="stable")[[0, len(lengths) // 2, -1]]
+    return np.argsort(lengths, kind="stable")[[0, len(lengths) // 2, -1]]  # TRIED of them
 
 
 class _Trial:
@@ -115,20 +123,25 @@ class _Trial:
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         splits: Sequence[Examples],
+        sizes: BatchSizes,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._splits = splits
+        self._sizes = sizes
         self._precisions = ((nullcontext, SAME_IN_FLOAT32), (autocast, SAME_IN_HALF))
         self._expected = [self._logits(None, precision) for precision, _ in self._precisions]
 
-    def obstacle(self, packing: PackedRows | None, register: Callable[[], list[RemovableHandle]]) -> str | None:
+    def obstacle(self, packing: PackedRows | None, register: Callable[[], Sequence[Handle]]) -> str | None:
         """What keeps the model from working with such inputs and these hooks, which stay when nothing does."""
         name = type(self._model).__name__
         if any(split.texts.lengths.min() < 1 for split in self._splits):
             return "some texts have no token at all"
-        hooks = register()
+        try:
+            hooks = register()
+        except ValueError:  # of transformers, where an architecture has an attention of its own
+            hooks = []
         if not hooks:
             return f"{name} is built in another way"
         try:
@@ -150,9 +163,17 @@ class _Trial:
         found = []
         with _evaluating(self._model), torch.no_grad(), precision():  # inference mode would spoil what models cache
             for split in self._splits:
-                micro = Collator(split, self._tokenizer, packing)(trial_rows(split.texts.lengths))
-                found.append(self._model(**micro.to(self._model.device).inputs).logits.float())
+                rows = trial_rows(split.texts.lengths)
+                if packing is not None and packing.in_one:
+                    rows = np.tile(rows, self._repeats(int(split.texts.lengths[rows].sum())))
+                micro = Collator(split, self._tokenizer, packing)(rows)
+                found.append(self._model(**micro.to(self._model.device).inputs).logits[-TRIED:].float())
         return torch.cat(found)
+
+    def _repeats(self, tokens: int) -> int:
+        """How often texts of so many tokens make a row that is longer than any text can be, as in training."""
+        longest_text = int(getattr(self._model.config, "max_position_embeddings", None) or 512)
+        return min(longest_text // tokens + 1, -(-self._sizes.per_device // TRIED))
 
 
 @contextmanager
@@ -166,6 +187,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+class Handle(Protocol):
+    """What takes a change of a model back."""
+
+    def remove(self) -> None:
+        """Call it once."""
+
+
+@dataclass
+class _OwnAttention:
+    model: PreTrainedModel
+    before: str
+
+    def remove(self) -> None:
+        self.model.set_attn_implementation(self.before)
+
+
 class FirstTokens:
     """Hooks that spare a model what its head does not read, which is all but the first token of each text.
 
@@ -174,7 +211,7 @@ class FirstTokens:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._packed: dict[str, torch.Tensor] = {}  # of the forward pass that runs, where its inputs are packed
+        self._packed: dict[str, Any] = {}  # of the forward pass that runs, where its inputs are packed
 
     def accept_packed_inputs(self) -> list[RemovableHandle]:
         """Take the packed micro-batches of :class:`finetune.data.loader.Collator` beside padded ones.
@@ -204,6 +241,12 @@ class FirstTokens:
                 return [last.get_submodule(name).register_forward_pre_hook(self._first_of_all)]
         return []
 
+    def use_attention(self) -> list[Handle]:
+        """Compute attention by :mod:`finetune.attention`, where the architecture lets it be chosen."""
+        before = self._model.config._attn_implementation
+        self._model.set_attn_implementation(ATTENTION)
+        return [_OwnAttention(self._model, before)] if self._model.config._attn_implementation == ATTENTION else []
+
     def mask_on_device(self) -> list[RemovableHandle]:
         """Make the attention mask of padded texts here: transformers looks whether it can do without, and waits."""
         return [self._model.base_model.register_forward_pre_hook(self._mask_padding, with_kwargs=True)]
@@ -220,7 +263,7 @@ class FirstTokens:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if "segment_ids" in kwargs:
+        if "first_tokens" in kwargs:
             self._packed = {name: kwargs.pop(name) for name in PACKED_INPUTS & set(kwargs)}
         return args, kwargs
 
@@ -232,7 +275,11 @@ class FirstTokens:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._packed:
             return None
-        mask = block_diagonal_mask(self._packed["segment_ids"], _compute_dtype(self._model))
+        dtype = _compute_dtype(self._model)
+        if "segments" in self._packed:
+            mask = mask_of_segments(self._packed["segments"], dtype, self._model.device)
+        else:
+            mask = block_diagonal_mask(self._packed["segment_ids"], dtype)
         own = {name: tensor for name, tensor in self._packed.items() if name in ("position_ids", "token_type_ids")}
         return args, {**kwargs, "attention_mask": mask, **own}
 

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from finetune.checkpoint import saved_steps
 from finetune.config import Config, DataConfig, EvalConfig, ProblemType, validate
 from finetune.console import TrainingProgress, make_console, print_plan, print_warning
-from finetune.cpu_kernels import use_cpu_kernels
 from finetune.data.batching import BatchSizes, TrainingLength, resolve_batch_sizes, training_length
 from finetune.data.check import DataCheck, check_data
 from finetune.data.loader import FEW_SHAPES, Collator, EvalLoader, Examples, TrainLoader
@@ -28,6 +27,7 @@ from finetune.data.packing import MULTIPLE_OF
 from finetune.data.splits import Splits, read_splits
 from finetune.data.tokenize import TokenizedTexts, tokenize
 from finetune.distributed import compress_gradients, disconnect, first_on_each_node, on_every_process, on_main_process
+from finetune.dropout import use_fast_dropout
 from finetune.errors import Interrupted
 from finetune.features import compute_features
 from finetune.finite import FiniteWatch
@@ -160,7 +160,7 @@ def _train(
     dev_examples = Examples(dev_texts, splits.dev_labels)
     loaded.model.to(accelerator.device)
     if accelerator.device.type == "cpu":
-        use_cpu_kernels(loaded.model)
+        use_fast_dropout(loaded.model)
     packing = on_every_process(
         accelerator,
         lambda: resolve_packing(

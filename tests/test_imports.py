@@ -21,10 +21,10 @@ LAYERS: dict[str, set[str]] = {
     "config": {"config"},
     "leaves": {
         "data.tsv", "data.labels", "data.batching", "data.scan", "data.splits", "data.tokenize", "data.loader",
-        "data.check", "data.packing",
+        "data.check", "data.packing", "data.segments",
         "model", "optim", "loss", "metrics", "checkpoint", "folders", "tracking", "throughput", "console",
         "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page", "interrupt", "finite",
-        "micro_batch", "packing", "cpu_kernels", "startup", "features",
+        "micro_batch", "packing", "dropout", "attention", "startup", "features",
     },
     "evaluation": {"evaluation"},
     "loop": {"loop"},
@@ -39,10 +39,11 @@ BETWEEN_LEAVES = {
     "data.labels": {"data.tsv"},  # the table that labels are learned from
     "data.scan": {"data.tsv"},  # the table that it goes through
     "data.splits": {"data.tsv", "data.labels", "data.batching", "data.scan"},  # reads both files; holds dev rows back
-    "data.loader": {"data.batching", "data.packing", "data.tokenize"},  # rows of a batch and their token ids
+    "data.loader": {"data.batching", "data.packing", "data.segments", "data.tokenize"},  # rows of a batch, their ids
     "finite": {"data.batching"},  # rows of a step
     "micro_batch": {"data.batching", "data.loader"},  # tries sizes on the longest rows
-    "packing": {"data.batching", "data.loader", "model"},  # tries models on such inputs
+    "attention": {"data.segments", "dropout"},  # where texts are, and what is dropped of their weights
+    "packing": {"attention", "data.batching", "data.loader", "model"},  # tries models on such inputs
     "features": {"data.loader", "distributed", "packing"},  # computes them batch by batch, shared by the processes
     "checkpoint": {"folders"},  # a checkpoint is such a folder with a manifest
     "throughput": {"data.loader"},  # counts what a step took in

@@ -13,7 +13,7 @@ import torch
 import transformers
 from conftest import make_tokenizer
 
-from finetune.cpu_kernels import use_cpu_kernels
+from finetune.attention import attend_nested, has_nested_attention
 from finetune.data.batching import BatchSizes
 from finetune.data.loader import Collator, Examples
 from finetune.data.tokenize import tokenize
@@ -80,12 +80,13 @@ def gradients(model: Any, logits: torch.Tensor) -> dict[str, torch.Tensor]:
 PACKABLE = ["Bert", "Roberta", "XLMRoberta", "DistilBert", "Electra", "Ernie", "Camembert", "RemBert"]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "cpu"])
+@pytest.mark.parametrize("how", ["rows, eager", "rows, sdpa", "rows", "one row", "one row, nested"])
 @pytest.mark.parametrize("kind", PACKABLE)
 def test_packed_texts_give_the_same_logits_and_gradients(
-    texts: tuple[Any, Examples], kind: str, attention: str
+    texts: tuple[Any, Examples], kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (kind, attention) == ("RemBert", "sdpa"):
+    """In rows with a mask, under HF's own attention and ours; in one row, as CPUs and GPUs (nested) take it apart."""
+    if kind == "RemBert" and how != "rows":
         pytest.skip("RemBERT has one attention only")
     tokenizer, split = texts
     if "Roberta" in kind or kind == "Camembert":
@@ -93,12 +94,17 @@ def test_packed_texts_give_the_same_logits_and_gradients(
     model = make(kind, **({"pad_token_id": 1} if kind == "Camembert" else {})).eval()
     expected = plain(model, tokenizer)
     wanted = gradients(model, expected)
-    if attention == "cpu":
-        use_cpu_kernels(model)
-    elif kind != "RemBert":
-        model.set_attn_implementation(attention)
+    if how.startswith("rows, "):
+        model.set_attn_implementation(how.removeprefix("rows, "))
+        monkeypatch.setattr(FirstTokens, "use_attention", lambda self: [])
+    if how == "rows":
+        monkeypatch.setattr("finetune.packing.trains_in_one_row", lambda device: False)
+    if how == "one row, nested":
+        assert has_nested_attention(torch.device("cpu"))
+        monkeypatch.setattr("finetune.attention.attend_by_groups", attend_nested)
     packing = resolve_packing("on", model, tokenizer, [split], SIZES)
     assert packing.rows is not None and packing.has_short_last_layer
+    assert packing.rows.in_one == how.startswith("one row")
     rows = np.array([3, 0, 7, 2, 5, 1, 6, 4])
     batch = Collator(split, tokenizer, packing.rows)(rows)
     assert len(batch.inputs["input_ids"]) < len(rows)  # some do share a row

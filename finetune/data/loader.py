@@ -22,7 +22,8 @@ from finetune.data.batching import (
     micro_batches,
     steps_per_epoch,
 )
-from finetune.data.packing import MULTIPLE_OF, Layout, lay_out
+from finetune.data.packing import MULTIPLE_OF, Layout, lay_out, one_row
+from finetune.data.segments import Segments
 from finetune.data.tokenize import TokenizedTexts
 
 FEW_SHAPES = 64  # what lengths are padded to a multiple of where each new shape costs a compilation
@@ -52,13 +53,13 @@ class MicroBatch:
     """What one forward and backward pass of this rank sees.
 
     ``inputs`` holds tensors for the model, ``[examples, tokens]``, or ``[rows, tokens]`` with several texts a row
-    (:class:`PackedRows`); ``labels`` ``[examples]`` or ``[examples, num_labels]``; ``weights`` float32 ``[examples]``
-    is what each example's loss counts: 1 or the weight of its class, and 0 for the stand-in of a rank that has no
-    example left. ``rows`` int64 ``[examples]`` are theirs in the split.
+    (:class:`PackedRows`), and :class:`Segments` where all share one; ``labels`` ``[examples]`` or ``[examples,
+    num_labels]``; ``weights`` float32 ``[examples]`` is what each example's loss counts: 1 or the weight of its class,
+    and 0 for the stand-in of a rank that has no example left. ``rows`` int64 ``[examples]`` are theirs in the split.
     """
 
     rows: Rows
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
     labels: torch.Tensor
     weights: torch.Tensor
 
@@ -66,7 +67,7 @@ class MicroBatch:
         """The same on ``device``, copied without waiting where the memory is pinned."""
         return MicroBatch(
             self.rows,
-            {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()},
+            {name: values.to(device, non_blocking=True) for name, values in self.inputs.items()},
             self.labels.to(device, non_blocking=True),
             self.weights.to(device, non_blocking=True),
         )
@@ -75,7 +76,7 @@ class MicroBatch:
         """Page-locked, so that copies to a GPU do not wait."""
         return MicroBatch(
             self.rows,
-            {name: tensor.pin_memory() for name, tensor in self.inputs.items()},
+            {name: values.pin_memory() for name, values in self.inputs.items()},
             self.labels.pin_memory(),
             self.weights.pin_memory(),
         )
@@ -107,18 +108,21 @@ class StepInputs:
 class PackedRows:
     """How texts share the rows of a model's input.
 
-    ``first_position`` is the number that the model gives to the first position of a text.
+    ``first_position`` is the number that the model gives to the first position of a text; ``in_one`` puts all texts
+    of a micro-batch into a single row, for attention that takes them apart.
     """
 
     first_position: int = 0
+    in_one: bool = False
 
 
 class Collator:
     """Rows of a split -> tensors, of padded texts or of texts that share rows.
 
     Texts that share rows come as ``input_ids`` and ``position_ids`` (and ``token_type_ids`` of pairs), int64 ``[rows,
-    tokens]``; ``segment_ids``, int32 of the same shape, is 0 for padding and numbers the texts from 1; ``first_tokens``
-    int64 ``[examples]`` is where each text begins when all rows are put in one.
+    tokens]``; ``segment_ids``, int32 of the same shape, is 0 for padding and numbers the texts from 1, or ``segments``
+    where all share one row, the last for its padding; ``first_tokens`` int64 ``[examples]`` is where each text begins
+    when all rows are put in one.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class Collator:
             del inputs["attention_mask"]  # which would hide nothing
         return inputs
 
-    def _packed(self, rows: Rows, packing: PackedRows) -> dict[str, torch.Tensor]:
+    def _packed(self, rows: Rows, packing: PackedRows) -> dict[str, Any]:
         layout = self._layout(rows)
         lengths = self.examples.texts.lengths[rows].astype(np.int64)
         first_tokens = layout.row_of * layout.row_length + layout.start_of
@@ -167,13 +171,18 @@ class Collator:
             flat[places] = values
             return torch.from_numpy(flat.reshape(layout.rows, layout.row_length))
 
+        if packing.in_one:
+            padding = layout.computed_tokens - lengths.sum()
+            texts: dict[str, Any] = {"segments": Segments.of(np.append(lengths, padding) if padding else lengths)}
+        else:
+            texts = {"segment_ids": spread(np.repeat(np.arange(1, len(rows) + 1), lengths), 0, np.int32)}
         columns = self._tokens[rows]
         inputs = {name: columns[name].combine_chunks().flatten().to_numpy() for name in columns.column_names}
         return {
             "input_ids": spread(inputs["input_ids"], int(self._tokenizer.pad_token_id)),
             **({"token_type_ids": spread(inputs["token_type_ids"], 0)} if "token_type_ids" in inputs else {}),
             "position_ids": spread(within + packing.first_position, packing.first_position),
-            "segment_ids": spread(np.repeat(np.arange(1, len(rows) + 1), lengths), 0, np.int32),
+            **texts,
             "first_tokens": torch.from_numpy(first_tokens),
         }
 
@@ -187,7 +196,7 @@ class Collator:
 
     def _layout(self, rows: Rows) -> Layout:
         assert self.packing is not None
-        return lay_out(self.examples.texts.lengths[rows])
+        return (one_row if self.packing.in_one else lay_out)(self.examples.texts.lengths[rows])
 
     def padded_length(self, rows: Rows) -> int:
         """Tokens of each row once ``rows`` are padded together.

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MULTIPLE_OF = 8  # tensor cores and AMX tiles work on multiples of eight
+ROW_MULTIPLE_OF = 16  # of a row that holds all texts: lengths that come again are cheaper, and there are few this way
 ATTENTION_EQUALS_REST = 1024  # tokens of a row at which attention takes as long as all the rest of a layer
 
 
@@ -42,6 +43,16 @@ def lay_out(lengths: NDArray[np.int32]) -> Layout:
     shortest_row = -(-int(lengths.max()) // MULTIPLE_OF) * MULTIPLE_OF
     candidates = range(shortest_row, 2 * shortest_row + 1, MULTIPLE_OF)
     return min((_first_fit(lengths, row_length) for row_length in candidates), key=_cost)
+
+
+def one_row(lengths: NDArray[np.int32]) -> Layout:
+    """All texts one after the other, for attention that takes them apart again.
+
+    Args:
+        lengths: tokens of each text, at least 1.
+    """
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    return Layout(1, -(-int(lengths.sum()) // ROW_MULTIPLE_OF) * ROW_MULTIPLE_OF, np.zeros_like(starts), starts)
 
 
 def _cost(layout: Layout) -> float:
