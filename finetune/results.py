@@ -15,6 +15,7 @@ from rich.console import Console
 from finetune.console import print_results
 from finetune.data.splits import Splits
 from finetune.data.tsv import column_texts
+from finetune.distributed import communication_seconds
 from finetune.evaluation import Evaluation
 from finetune.loop import Training, TrainState
 from finetune.loss import example_losses
@@ -106,6 +107,7 @@ class Results:
             "startup_seconds": self.startup_seconds,
             "training_seconds": counts.seconds,
             "data_seconds": training.train_loader.waited_seconds,
+            **communication_seconds(training.model),
             "evaluation_seconds": training.throughput.evaluation_seconds,
             "checkpoint_seconds": training.throughput.checkpoint_seconds,
             "checkpoint_bytes": self.checkpoint_bytes,

@@ -574,6 +574,8 @@ def test_dropout_differs_between_ranks_and_early_stopping_stops_both(
     assert results["stop_reason"].startswith("early stopping: 2 evaluations")
     assert results["best_step"] * 3 == results["global_step"]
     assert "early stopping" in done.stdout
+    exchange, waited = (results[f"communication_{kind}seconds_per_step"] for kind in ("", "waited_"))
+    assert 0 < waited <= exchange < results["training_seconds"] / results["global_step"]
 
 
 # Runs the program with every all-reduce of gradients counted, and writes the count of each rank.
