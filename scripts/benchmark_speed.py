@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -78,8 +79,6 @@ def bbc_news(folder: Path) -> None:
 
 def long_texts(folder: Path, rows: int = 10_000) -> None:
     """Passages of 20 to 400 words from the BBC articles, so that there are enough of them."""
-    import random
-
     bbc_news(folder)
     generator = random.Random(0)
     for split, count in (("train", rows), ("dev", rows // 10)):
@@ -119,10 +118,20 @@ def roberta_large(folder: Path) -> str:
 
 
 CASES = {
-    "tweets": Case("tweets", tweets, minilm, 64, 32, 150, 1e-4),
+    "tweets": Case("tweets", tweets, minilm, 64, 32, 200, 1e-4),
     "bbc": Case("bbc", bbc_news, minilm, 256, 32, 30, 1e-4),
     "roberta_large": Case("roberta_large", long_texts, roberta_large, 400, 32, 100, 1e-5),
 }
+
+
+def keep_rows(path: Path, count: int) -> None:
+    """At random, so that each contestant trains one epoch: Trainer's length groups draw long texts first."""
+    with path.open() as file:
+        lines = file.readlines()
+    if len(lines) <= count:
+        sys.exit(f"{path.name} has {len(lines) - 1:,} rows: lower --steps, {count:,} are wanted")
+    header, *rows = lines
+    path.write_text("".join([header, *random.Random(0).sample(rows, count)]))
 
 
 class Work:
@@ -134,6 +143,7 @@ class Work:
         self.data = folder / "data"
         self.data.mkdir(parents=True)
         case.data(self.data)
+        keep_rows(self.data / "train.tsv", self.steps * case.batch)
         self.model = case.model(self.data)
         self.turn = 0
         self.attention: str | None = options.trainer_attention
@@ -255,12 +265,21 @@ def measure(case: Case, options: argparse.Namespace, console: Console) -> Result
 
 def scaling(work: Work, rounds: int) -> Result:
     """Two processes with one thread each against one, at the same global batch."""
-    one, two = [], []
+    runs = []
     for _ in range(rounds):
-        one.append(work.finetune(1, threads=1, accumulation=2 * MICRO_BATCHES)["examples_per_second"])
-        two.append(work.finetune(2, threads=1, accumulation=MICRO_BATCHES)["examples_per_second"])
-    share = statistics.median(two) / (2 * statistics.median(one))
-    return {"accumulation": MICRO_BATCHES, "one_process": one, "two_processes": two, "share_of_ideal": share}
+        one = work.finetune(1, threads=1, accumulation=2 * MICRO_BATCHES)
+        runs.append((one, work.finetune(2, threads=1, accumulation=MICRO_BATCHES)))
+    one_process, two_processes = ([run["examples_per_second"] for run in each] for each in zip(*runs, strict=True))
+    shares = [two / (2 * one) for one, two in zip(one_process, two_processes, strict=True)]
+    communication = median_of([two for _, two in runs])
+    return {
+        "accumulation": MICRO_BATCHES,
+        "one_process": one_process,
+        "two_processes": two_processes,
+        "share_of_ideal": statistics.median(shares),
+        "step_seconds": MICRO_BATCHES * 2 * work.case.batch / communication["examples_per_second"],
+        **{name: communication[name] for name in communication if name.startswith("communication_")},
+    }
 
 
 def show(found: Result, console: Console) -> None:
@@ -320,7 +339,9 @@ def show(found: Result, console: Console) -> None:
         console.print(
             f"2 processes x 1 thread, accumulation {scaled['accumulation']}: "
             f"{statistics.median(scaled['two_processes']):.1f} examples/s, {scaled['share_of_ideal']:.1%} of twice "
-            f"1 process x 1 thread ({statistics.median(scaled['one_process']):.1f})"
+            f"1 process x 1 thread ({statistics.median(scaled['one_process']):.1f}); of a step of "
+            f"{scaled['step_seconds']:.2f} s, communication takes {scaled['communication_seconds_per_step']:.3f} s, of "
+            f"which {scaled['communication_waited_seconds_per_step']:.3f} s are waited for"
         )
 
 
@@ -328,7 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["tweets", "bbc"])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; medians are told (3)")
-    parser.add_argument("--steps", type=int, help="optimizer steps of a run (150 for tweets, 30 for bbc)")
+    parser.add_argument("--steps", type=int, help="optimizer steps, an epoch (200 for tweets, 30 for bbc)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads (all)")
     parser.add_argument("--float32", dest="bf16", action="store_false", help="instead of bf16")
     parser.add_argument("--only", help="contestants whose name holds this")
