@@ -121,7 +121,7 @@ class TrainConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not a number: stop and name the rows, or leave the step out (a few times only)."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Put texts one after the other instead of padding them: where the model gives the same outputs, always, or never."""
+    """Put texts in a row instead of padding them: where the model gives the same outputs, always, or never."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
     """Several processes: exchange gradients in half the bytes, rounded. For slow networks."""
     auto_micro_batch: bool = False
