@@ -76,6 +76,51 @@ def attention(
     return torch.matmul(weights, repeat_kv(value, groups)).transpose(1, 2).contiguous(), weights
 
 
+def attend_from_first(
+    first: torch.Tensor,
+    hidden: torch.Tensor,
+    mask: torch.Tensor | None,
+    query: nn.Linear,
+    key: nn.Linear,
+    value: nn.Linear,
+    heads: int,
+    dropout: nn.Module,
+) -> torch.Tensor:
+    """Self-attention of the first token of each text, which is all that is left of it in a last layer.
+
+    Keys and values of the other tokens are not computed: a score ``q · (K h)`` is ``(Kᵀ q) · h``, and the weighted sum
+    of values ``Σ w (V h)`` is ``V (Σ w h)``.
+
+    Args:
+        first: those tokens, ``[texts, 1, hidden]``.
+        hidden: all tokens that they may see, ``[texts, tokens, hidden]``.
+        mask: additive, ``[texts, 1, tokens]``.
+        dropout: of the weights.
+
+    Returns:
+        ``[texts, 1, hidden]``.
+    """
+
+    def by_head(of_layer: torch.Tensor) -> torch.Tensor:  # [heads x width, …] -> [heads, width, …]
+        return of_layer.view(heads, -1, *of_layer.shape[1:])
+
+    queries: torch.Tensor = query(first[:, 0]).view(len(first), heads, -1)  # [texts, heads, width]
+    queries = queries * queries.shape[-1] ** -0.5
+    through_keys = torch.einsum("thw,hwi->thi", queries, by_head(key.weight))
+    scores = torch.matmul(through_keys, hidden.transpose(1, 2))
+    if key.bias is not None:  # the same for all tokens: it changes no weight, but has its gradient, which is 0
+        scores = scores + (queries * by_head(key.bias)).sum(-1, keepdim=True)
+    if mask is not None:
+        scores = scores + mask
+    weights = dropout(torch.softmax(scores, -1, dtype=_wide(scores.dtype)).to(hidden.dtype))  # [texts, heads, tokens]
+    seen = torch.matmul(weights, hidden)
+    found = torch.einsum("thi,hwi->thw", seen, by_head(value.weight))
+    if value.bias is not None:
+        found = found + by_head(value.bias) * weights.sum(-1, keepdim=True)
+    attended: torch.Tensor = found.reshape(len(first), 1, -1)
+    return attended
+
+
 def trains_in_one_row(device: torch.device) -> bool:
     """Whether texts can be taken apart in training, with dropout, on this device."""
     return device.type == "cpu" or has_nested_attention(device)

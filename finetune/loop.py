@@ -21,7 +21,7 @@ from finetune.finite import REMEDY, FiniteWatch, StepOutcome, is_nonfinite
 from finetune.interrupt import StopRequests
 from finetune.metrics import Metrics
 from finetune.model import set_training_mode
-from finetune.optim import LearningRateSchedule
+from finetune.optim import LearningRateSchedule, clip_grad_norm
 from finetune.throughput import Throughput
 from finetune.tracking import Trackers
 
@@ -174,7 +174,7 @@ def optimizer_step(training: Training, state: TrainState, inputs: StepInputs) ->
             loss = (losses * micro.weights).sum()
             accelerator.backward(loss * accelerator.num_processes / inputs.weight)
         sums.append(loss.detach())
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or float("inf"))
+    grad_norm = clip_grad_norm(accelerator, model.parameters(), training.optimizer.optimizer, training.max_grad_norm)
     rows = [micro.rows for micro in inputs.micro_batches]
     outcome = StepOutcome(state.global_step + 1, training.schedule.learning_rate, rows, torch.stack(sums), grad_norm)
     is_left_out = training.skip_nonfinite and is_nonfinite(accelerator, outcome)

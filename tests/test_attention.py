@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finetune.attention import attend_by_groups, attend_nested, attention, has_nested_attention, mask_of_segments
+from finetune.attention import (
+    attend_by_groups,
+    attend_from_first,
+    attend_nested,
+    attention,
+    has_nested_attention,
+    mask_of_segments,
+)
 from finetune.data.segments import Segments
 
 TRAINED, EVALUATED = nn.Identity().train(), nn.Identity().eval()
@@ -48,6 +55,32 @@ def test_attention_drops_weights_in_training_only() -> None:
     assert weights is not None
     assert (weights == 0).float().mean().item() == pytest.approx(0.5, abs=0.02)
     assert found.mean().item() == pytest.approx(1, abs=0.02)  # the mean is kept
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_attention_of_first_tokens_alone(has_bias: bool) -> None:
+    """Against keys and values of all tokens, with the same weights dropped."""
+    torch.manual_seed(0)
+    query, key, value = layers = [nn.Linear(8, 8, bias=has_bias) for _ in range(3)]
+    hidden = torch.randn(3, 5, 8, requires_grad=True)
+    mask = torch.zeros(3, 1, 5)
+    mask[1, :, 3:] = torch.finfo(torch.float32).min
+    kept = (torch.rand(3, 2, 5) < 0.7).float() / 0.7
+
+    class Dropout(nn.Module):
+        def forward(self, weights: torch.Tensor) -> torch.Tensor:
+            return weights * kept
+
+    found = attend_from_first(hidden[:, :1], hidden, mask, query, key, value, 2, Dropout())
+    queries, keys, values = (layer(hidden).view(3, 5, 2, 4).transpose(1, 2) for layer in layers)
+    weights = ((queries[:, :, 0, None] @ keys.transpose(2, 3)) / 2 + mask[:, None]).softmax(-1)[:, :, 0] * kept
+    expected = (weights[:, :, None] @ values).reshape(3, 1, 8)
+    torch.testing.assert_close(found, expected)
+    inputs = [hidden, *(parameter for layer in layers for parameter in layer.parameters())]
+    for one, other in zip(
+        torch.autograd.grad(found.sin().sum(), inputs), torch.autograd.grad(expected.sin().sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def text_by_text(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

@@ -24,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
         "data.check", "data.packing", "data.segments",
         "model", "optim", "loss", "metrics", "checkpoint", "folders", "tracking", "throughput", "console",
         "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page", "interrupt", "finite",
-        "micro_batch", "packing", "dropout", "attention", "startup", "features",
+        "micro_batch", "packing", "first_tokens", "dropout", "attention", "startup", "features",
     },
     "evaluation": {"evaluation"},
     "loop": {"loop"},
@@ -43,7 +43,8 @@ BETWEEN_LEAVES = {
     "finite": {"data.batching"},  # rows of a step
     "micro_batch": {"data.batching", "data.loader"},  # tries sizes on the longest rows
     "attention": {"data.segments", "dropout"},  # where texts are, and what is dropped of their weights
-    "packing": {"attention", "data.batching", "data.loader", "model"},  # tries models on such inputs
+    "first_tokens": {"attention", "data.segments"},  # has a model use that attention
+    "packing": {"attention", "data.batching", "data.loader", "first_tokens", "model"},  # tries models on such inputs
     "features": {"data.loader", "distributed", "packing"},  # computes them batch by batch, shared by the processes
     "checkpoint": {"folders"},  # a checkpoint is such a folder with a manifest
     "throughput": {"data.loader"},  # counts what a step took in

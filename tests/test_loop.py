@@ -28,6 +28,7 @@ from finetune.data.tokenize import TokenizedTexts, tokenize
 from finetune.errors import Interrupted, TrainingError
 from finetune.evaluation import Evaluation
 from finetune.finite import FiniteWatch
+from finetune.first_tokens import FirstTokens
 from finetune.interrupt import StopRequests
 from finetune.launch import build_accelerator
 from finetune.loop import Training, TrainState, is_better, optimizer_step, train
@@ -35,7 +36,6 @@ from finetune.loss import example_losses, example_weights
 from finetune.metrics import Metrics
 from finetune.model import LoadedModel, load_model
 from finetune.optim import LearningRateSchedule
-from finetune.packing import FirstTokens
 from finetune.throughput import Throughput
 from finetune.tracking import Tracker, Trackers
 
@@ -426,7 +426,7 @@ def test_a_skipped_update_does_not_advance_the_schedule(accelerator: Accelerator
     setup = Setup(accelerator, bert, cache, BatchSizes(10, 1, 1), optim=optim)
     real = setup.training.optimizer
     setup.training.optimizer = SimpleNamespace(  # type: ignore[assignment]
-        step=lambda: None, zero_grad=real.zero_grad, step_was_skipped=True
+        step=lambda: None, zero_grad=real.zero_grad, step_was_skipped=True, optimizer=real.optimizer
     )
     for inputs in setup.training.train_loader.epoch(0):
         optimizer_step(setup.training, setup.state, inputs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
@@ -15,6 +16,7 @@ from finetune.config import OptimConfig
 from finetune.optim import (
     LearningRateSchedule,
     build_optimizer,
+    clip_grad_norm,
     is_normalisation,
     parameter_groups,
     resolve_learning_rate,
@@ -93,6 +95,30 @@ def test_an_empty_group_is_left_out() -> None:
 )
 def test_is_normalisation(module: nn.Module, expected: bool) -> None:
     assert is_normalisation(module) is expected
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3, 0.0])  # half of what it is; more; left alone
+def test_clipping_against_torch(max_norm: float) -> None:
+    """The fused optimizer scales the gradients itself; with torch's own, they are scaled before."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    data = torch.randn(20, 9)
+    weights = {}
+    for fused in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.1, eps=0.1, fused=fused
+        )  # eps: or the scale would cancel
+        norms = []
+        for _ in range(4):
+            model(data).square().mean(1).sum().backward()
+            norms.append(float(clip_grad_norm(accelerator, model.parameters(), optimizer, max_norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert min(norms) > 1
+        weights[fused] = [*norms, *torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()]
+    assert weights[True] == pytest.approx(weights[False], abs=1e-5)
 
 
 def test_adamw_against_its_formula() -> None:
