@@ -28,6 +28,7 @@ import psutil
 import yaml
 
 from finetune.config import nearest
+from finetune.cpu_memory import keep_freed_memory
 from finetune.errors import ConfigError, FinetuneError, LaunchError, TrainingError
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 PROFILE_VARIABLE = "FINETUNE_PROFILE"
 # What gloo and NCCL say when the process at the other end is gone.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-KEPT_BLOCK, KEPT_IN_ALL = 1 << 30, (1 << 31) - 1  # bytes: blocks up to this size are kept, the largest number it takes
 ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -325,7 +324,8 @@ def build_accelerator() -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
-    keep_freed_memory()
+    if on_cpu():
+        keep_freed_memory()
     connect_after_restart()
     return Accelerator(
         cpu=on_cpu(),
@@ -333,19 +333,6 @@ def build_accelerator() -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what one training step on a CPU frees for the next one.
-
-    glibc gives large blocks back to the system, which clears each page when it is wanted again: 6 % of a step. Other
-    C libraries have no such setting.
-    """
-    if on_cpu():
-        with contextlib.suppress(OSError, AttributeError):
-            library = ctypes.CDLL(None)
-            library.mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
-            library.mallopt(M_TRIM_THRESHOLD, KEPT_IN_ALL)
 
 
 def is_compiled(accelerator: Accelerator) -> bool:

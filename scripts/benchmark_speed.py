@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Case:
     batch: int
     steps: int
     learning_rate: float
+    is_one_epoch: bool = True  # of no more rows than its steps take
 
 
 def tweets(folder: Path) -> None:
@@ -91,6 +93,13 @@ def long_texts(folder: Path, rows: int = 10_000) -> None:
             start, length = generator.randrange(max(1, len(words) - 20)), generator.randrange(20, 400)
             lines.append(f"{' '.join(words[start : start + length])}\t{label}\n")
         path.write_text("".join(lines))
+
+
+def many_rows(rows: int, folder: Path) -> None:
+    for seed, (split, count) in enumerate((("train", rows), ("dev", 1_000))):
+        words = [sys.executable, HERE / "make_million_rows.py", folder / f"{split}.tsv"]
+        words += ["--rows", str(count), "--seed", str(seed)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
 def minilm(folder: Path) -> str:
@@ -121,6 +130,11 @@ CASES = {
     "tweets": Case("tweets", tweets, minilm, 64, 32, 200, 1e-4),
     "bbc": Case("bbc", bbc_news, minilm, 256, 32, 30, 1e-4),
     "roberta_large": Case("roberta_large", long_texts, roberta_large, 400, 32, 100, 1e-5),
+    # How cost grows: the same steps, whatever the number of rows.
+    **{
+        f"rows_{rows}": Case(f"rows_{rows}", partial(many_rows, rows), minilm, 64, 32, 60, 1e-4, is_one_epoch=False)
+        for rows in (1_000, 10_000, 100_000, 1_000_000)
+    },
 }
 
 
@@ -143,7 +157,8 @@ class Work:
         self.data = folder / "data"
         self.data.mkdir(parents=True)
         case.data(self.data)
-        keep_rows(self.data / "train.tsv", self.steps * case.batch)
+        if case.is_one_epoch:
+            keep_rows(self.data / "train.tsv", self.steps * case.batch)
         self.model = case.model(self.data)
         self.turn = 0
         self.attention: str | None = options.trainer_attention

@@ -24,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
         "data.check", "data.packing", "data.segments",
         "model", "optim", "loss", "metrics", "checkpoint", "folders", "tracking", "throughput", "console",
         "launch", "distributed", "run_folder", "report", "page", "check_console", "check_page", "interrupt", "finite",
-        "micro_batch", "packing", "first_tokens", "dropout", "attention", "startup", "features",
+        "micro_batch", "packing", "first_tokens", "dropout", "attention", "cpu_memory", "startup", "features",
     },
     "evaluation": {"evaluation"},
     "loop": {"loop"},
@@ -42,6 +42,7 @@ BETWEEN_LEAVES = {
     "data.loader": {"data.batching", "data.packing", "data.segments", "data.tokenize"},  # rows of a batch, their ids
     "finite": {"data.batching"},  # rows of a step
     "micro_batch": {"data.batching", "data.loader"},  # tries sizes on the longest rows
+    "launch": {"cpu_memory"},  # sets it up with the rest
     "attention": {"data.segments", "dropout"},  # where texts are, and what is dropped of their weights
     "first_tokens": {"attention", "data.segments"},  # has a model use that attention
     "packing": {"attention", "data.batching", "data.loader", "first_tokens", "model"},  # tries models on such inputs

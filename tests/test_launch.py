@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -591,32 +590,6 @@ def test_threads_that_the_user_set_are_kept(threads: Callable[[], int]) -> None:
     torch.set_num_threads(3)
     assert use_all_cores(Launch(threads_set_by_user=True)) == 3
     assert threads() == 3
-
-
-# ---------------------------------------------------------------- memory
-
-# Prints how many new pages the system had to give for a block of 256 MiB, once a larger one was used and freed.
-FAULTS = """
-import resource, sys
-import torch
-from finetune.launch import keep_freed_memory
-if sys.argv[1] == "kept":
-    keep_freed_memory()
-torch.ones(80 << 20)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(64 << 20)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep what they like")
-def test_freed_memory_is_kept() -> None:
-    def faults(how: str) -> int:
-        command = [sys.executable, "-c", FAULTS, how]
-        return int(subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
-
-    huge_pages = 256 // 2  # of 2 MiB each: the fewest that a new block can take
-    assert faults("kept") < huge_pages <= faults("given back")
 
 
 # ---------------------------------------------------------------- errors are said once
