@@ -35,4 +35,4 @@ def test_freed_memory_is_kept() -> None:
     first, second = faults("kept")
     assert second < huge_pages <= faults("given back")[1]
     if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        assert first < 2 * 320 / 2  # where small pages would be 81,920
+        assert first < 10_000  # where small pages would be 81,920
