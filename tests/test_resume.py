@@ -567,13 +567,14 @@ def test_not_too_many_of_them(nursery: Nursery, inputs: Path, tmp_path: Path) ->
 TOO_SMALL = """
 import torch
 from transformers import BertForSequenceClassification as Bert
-forward = Bert.forward
-def limited(self, input_ids, **more):
-    if self.training and len(input_ids) > LIMIT:
+call = Bert.__call__
+def limited(self, **inputs):
+    texts = len(inputs.get("first_tokens", inputs["input_ids"]))  # which may share a row
+    if self.training and texts > LIMIT:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return forward(self, input_ids=input_ids, **more)
+    return call(self, **inputs)
 if rank == 1:
-    Bert.forward = limited
+    Bert.__call__ = limited
 """
 
 

@@ -186,7 +186,7 @@ def test_same_weights_whether_texts_share_rows_or_not(
     for packing, processes in (("off", 1), ("on", 1), ("on", 2)):
         arguments = options(review_files, bert, f"{packing}-{processes}", **common, train__packing=packing)
         done = succeeded(finetune(*arguments, processes=processes))
-        assert ("texts share rows" in done.stdout) == (packing == "on")
+        assert ("texts stand in one row" in done.stdout) == (packing == "on")
     apart = tmp_path / "off-1"
     for together in (tmp_path / "on-1", tmp_path / "on-2"):
         for key, tensor in last_weights(together).items():
