@@ -18,7 +18,7 @@ def keep_freed_memory() -> None:
     pages are another 4 %; torch's own setting for them (``THP_MEM_ALLOC_ENABLE``) begins every block with a new one,
     and takes more memory. Other C libraries have no such settings, and are left alone.
     """
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # the last one is Windows', of CDLL(None)
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
         library.mallopt(M_TRIM_THRESHOLD, KEPT_IN_ALL)

@@ -324,11 +324,12 @@ def build_accelerator() -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
-    if on_cpu():
+    is_on_cpu = on_cpu()
+    if is_on_cpu:
         keep_freed_memory()
     connect_after_restart()
     return Accelerator(
-        cpu=on_cpu(),
+        cpu=is_on_cpu,
         mixed_precision=resolve_precision()[0],
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],

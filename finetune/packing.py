@@ -20,9 +20,6 @@ from finetune.errors import ConfigError
 from finetune.first_tokens import FirstTokens, Handle
 from finetune.model import first_position
 
-# What stands behind the attention of a layer, and is given all that the rest of it works on: in BERT and in DistilBERT.
-AFTER_ATTENTION = ("attention.output", "sa_layer_norm")
-PACKED_INPUTS = {"segment_ids", "segments", "first_tokens", "position_ids", "token_type_ids"}
 TRIED = 3  # texts of each split on which a model is tried
 SAVING_WORTH = 0.03  # share of the computed tokens that packing has to save: its masks take time as well
 SAMPLED_STEPS = 20

@@ -107,9 +107,8 @@ def test_clipping_against_torch(max_norm: float) -> None:
     for fused in (False, True):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=0.1, eps=0.1, fused=fused
-        )  # eps: or the scale would cancel
+        # eps is large, or the scale of the gradients would cancel out of an update
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, fused=fused)
         norms = []
         for _ in range(4):
             model(data).square().mean(1).sum().backward()
