@@ -18,7 +18,6 @@ from conftest import REPOSITORY, Finetune, make_checkpoint, reviews, write_tsv
 from jobs import Nursery
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.jobs
 QUIET = ("--tracking.trackers", "[]")
 
 
@@ -56,6 +55,7 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedPro
     return done
 
 
+@pytest.mark.jobs
 def test_same_weights_whatever_the_processes_and_the_accumulation(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
@@ -164,6 +164,7 @@ def test_an_encoder_whose_outputs_do_not_fit_on_the_disk(
 
 
 @pytest.mark.parametrize(("compression", "digits"), [("bf16", 6), ("fp16", 9)])
+@pytest.mark.jobs
 def test_compressed_gradients_are_rounded_and_no_more(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path, compression: str, digits: int
 ) -> None:
@@ -179,6 +180,7 @@ def test_compressed_gradients_are_rounded_and_no_more(
     assert losses[0][2] == pytest.approx(losses[1][2], abs=1e-3)
 
 
+@pytest.mark.jobs
 def test_same_weights_whether_texts_share_rows_or_not(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
@@ -209,6 +211,7 @@ def test_same_weights_whether_texts_share_rows_or_not(
         ("ddp8", 8, 1),
     ],
 )
+@pytest.mark.jobs
 def test_shipped_profile(
     tmp_path: Path,
     finetune: Finetune,
@@ -230,6 +233,7 @@ def test_shipped_profile(
     assert done.stdout.count("Best model on 11 dev rows") == 1  # one process prints
 
 
+@pytest.mark.jobs
 def test_multinode_profile(tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path) -> None:
     """Both machines of the profile, here as two launchers on one, which starts one process for each instead of 8."""
     assert yaml.safe_load((REPOSITORY / "accelerate_configs" / "multinode.yaml").read_text())["num_processes"] == 16
@@ -249,6 +253,7 @@ def test_multinode_profile(tmp_path: Path, finetune: Finetune, review_files: tup
     assert record["gradient_accumulation_steps"] == 1
 
 
+@pytest.mark.jobs
 def test_profile_option_is_the_same_as_accelerate_launch(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
@@ -508,6 +513,7 @@ def test_bad_input_stops_with_one_message_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.jobs
 def test_error_in_a_two_process_run_is_said_once(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
@@ -522,6 +528,7 @@ def test_error_in_a_two_process_run_is_said_once(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.jobs
 def test_unconnected_copies_are_refused(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
@@ -535,6 +542,7 @@ def test_unconnected_copies_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.jobs
 def test_wandb_offline_run_holds_config_summary_and_series(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path], bert: Path
 ) -> None:
@@ -559,6 +567,7 @@ def test_wandb_offline_run_holds_config_summary_and_series(
     assert f'"best/accuracy": {results["best_metric"]}' in text
 
 
+@pytest.mark.jobs
 def test_dropout_differs_between_ranks_and_early_stopping_stops_both(
     tmp_path: Path, finetune: Finetune, review_files: tuple[Path, Path]
 ) -> None:
@@ -608,6 +617,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.jobs
 def test_gradients_are_reduced_once_a_step(tmp_path: Path, review_files: tuple[Path, Path], bert: Path) -> None:
     # 37 rows, 2 processes x 2 rows x 5 micro-batches: two steps of five rounds each (20 and 17 rows). The tiny model
     # fits into one bucket, so a step is one call; without no_sync it would be five.
